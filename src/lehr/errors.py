@@ -1,0 +1,84 @@
+"""Every error that lehr raises on purpose, with the exit status of the command line.
+
+A problem says what, where, the value, and what was expected; problems of one
+kind are collected and raised together, so that a user fixes a recipe once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong. `where` is `file:line key.path`, a file or a row."""
+
+    where: str
+    expected: str
+    value: object = None
+
+    def __str__(self) -> str:
+        found = "" if self.value is None else f" (found {self.value!r})"
+        return f"{self.where}: {self.expected}{found}"
+
+    def as_json(self) -> dict[str, Any]:
+        value = self.value
+        if not isinstance(value, str | int | float | bool | type(None)):
+            value = repr(value)
+        return {"where": self.where, "value": value, "expected": self.expected}
+
+
+class LehrError(Exception):
+    """Base of every error that a user can act on."""
+
+    exit_status = 1
+    kind = "error"
+
+    def __init__(self, problems: Sequence[Problem] | Problem | str) -> None:
+        if isinstance(problems, str):
+            problems = [Problem(where="lehr", expected=problems)]
+        elif isinstance(problems, Problem):
+            problems = [problems]
+        self.problems: list[Problem] = list(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    def as_json(self) -> dict[str, Any]:
+        problems = [problem.as_json() for problem in self.problems]
+        return {"error": {"kind": self.kind, "problems": problems}}
+
+
+class RecipeError(LehrError):
+    """The recipe, its data or its model was refused before any training."""
+
+    exit_status = 2
+    kind = "recipe"
+
+
+class GateRefused(LehrError):
+    """A gate refused or stayed undetermined, or an export is not what was trained."""
+
+    exit_status = 3
+    kind = "gate"
+
+
+class Diverged(LehrError):
+    """Training was stopped because it diverged; the last good checkpoint stands."""
+
+    exit_status = 4
+    kind = "diverged"
+
+
+class OutOfResources(LehrError):
+    """Memory or disk is too small: the message says what was needed and what was there."""
+
+    exit_status = 5
+    kind = "resources"
+
+
+class Interrupted(LehrError):
+    """INT or TERM arrived; the run can be resumed with the same command."""
+
+    exit_status = 130
+    kind = "interrupted"
