@@ -1,0 +1,197 @@
+"""Defaults that depend on other keys, filled once, so that the saved recipe says everything."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from pathlib import Path
+from typing import Any
+
+from lehr.recipe.positions import Document
+from lehr.recipe.schema import (
+    IMPROVE_MEASURES,
+    Adapter,
+    Gates,
+    Recipe,
+    Source,
+    Stage,
+)
+from lehr.recipe.validate import Parts
+
+MICROWORLD_ROWS = 1000
+TINY_RATE = 1e-3  # thousands of parameters learn at ten times the rate of billions
+RATE_ALL_WEIGHTS = {"pretrain": 1e-3, "sft": 2e-5, "preference": 5e-6}
+
+
+def resolve(document: Document, parts: Parts, today: datetime.date | None) -> Recipe | None:
+    """The whole recipe with nothing left open but what needs the data or the machine.
+
+    None where a part is not right; problems that only show here go to the document.
+    """
+    header, top, gates = parts.recipe, parts.adapter, parts.gates
+    stages = [stage for stage in parts.stages if stage is not None]
+    sources = {name: source for name, source in parts.sources.items() if source is not None}
+    whole = len(stages) == len(parts.stages) and len(sources) == len(parts.sources)
+    if header is None or top is None or gates is None or not whole or document.problems:
+        return None
+    top = _with_alpha(top)
+    tiny = header.model.startswith("tiny:")
+    resolved: list[Stage] = []
+    for index, stage in enumerate(stages):
+        adapter = _adapter(document, index, stage, top, tiny)
+        _check_lineage(document, index, stage, adapter, resolved[-1] if resolved else None)
+        resolved.append(_stage(stage, adapter, tiny))
+    export = header.export
+    lora = any(stage.adapter is not None and stage.adapter.kind == "lora" for stage in resolved)
+    if "export" not in header.model_fields_set:
+        export = ["adapter" if lora else "merged"]
+    elif "adapter" in export and not lora:
+        document.problem(("export",), "merged: no stage trains an adapter", list(export))
+    changes: dict[str, Any] = {
+        "adapter": top,
+        "data": {name: _source(source) for name, source in sources.items()},
+        "stages": resolved,
+        "gates": _gates(document, gates, resolved, sources),
+        "export": export,
+        "date": _date(document, header, today),
+    }
+    return header.model_copy(update=changes)
+
+
+def improve_gate(recipe: Recipe, index: int) -> tuple[str, str] | None:
+    """(source, measure) that must improve in this stage, or None.
+
+    The number of a stage goes before its name, and its name before its kind.
+    """
+    stage = recipe.stages[index]
+    for key in (str(index), stage.name, stage.kind):
+        if key is not None and (text := recipe.gates.improve.get(key)):
+            source, _, measure = text.rpartition(".")
+            return source, measure
+    return None
+
+
+def resumed(recipe: Recipe, run: Path) -> Recipe:
+    """The recipe as an earlier run in folder `run` resolved it: a date that was auto stays.
+
+    Without this, a run that goes on tomorrow would not be the one that began today.
+    """
+    found = _date_in(run / "recipe.yaml") if recipe.date_was_auto else None
+    return recipe if found is None else recipe.model_copy(update={"date": found})
+
+
+def _source(source: Source) -> Source:
+    if source.microworld is None or source.rows is not None:
+        return source
+    return source.model_copy(update={"rows": MICROWORLD_ROWS})
+
+
+def _with_alpha(adapter: Adapter) -> Adapter:
+    if adapter.alpha is not None or adapter.kind == "none":
+        return adapter
+    return adapter.model_copy(update={"alpha": 2.0 * adapter.rank})
+
+
+def _adapter(document: Document, index: int, stage: Stage, top: Adapter, tiny: bool) -> Adapter:
+    """The stage's own keys over the recipe's; all weights of a tiny model that is untrained."""
+    untrained = tiny and index == 0
+    if stage.adapter is None:
+        return Adapter(kind="none") if untrained else top
+    given = {key: getattr(stage.adapter, key) for key in stage.adapter.model_fields_set}
+    if "rank" in given and "alpha" not in given:
+        given["alpha"] = None
+    merged = _with_alpha(top.model_copy(update=given))
+    if untrained and merged.kind == "lora":
+        text = "none: a tiny: model has no trained weights that an adapter could stand beside"
+        document.problem(("stages", 0, "adapter"), text, merged.kind)
+    return Adapter(kind="none") if merged.kind == "none" else merged
+
+
+def _check_lineage(
+    document: Document, index: int, stage: Stage, adapter: Adapter, parent: Stage | None
+) -> None:
+    """One adapter runs through the stages; another one needs the parent's folded in."""
+    old = None if parent is None else parent.adapter
+    if old is None or old.kind == "none":
+        if stage.fold_parent:
+            document.problem(
+                ("stages", index, "fold_parent"), "false: there is no parent adapter to fold", True
+            )
+        return
+    if stage.fold_parent:
+        return
+    changed = [
+        key for key in ("kind", "rank", "targets") if getattr(old, key) != getattr(adapter, key)
+    ]
+    if changed:
+        key = changed[0]
+        text = (
+            f"the parent's adapter ({key} {getattr(old, key)}), "
+            "or fold_parent: true to add it to the base and start a new one"
+        )
+        document.problem(("stages", index, "adapter", key), text, getattr(adapter, key))
+
+
+def _stage(stage: Stage, adapter: Adapter, tiny: bool) -> Stage:
+    changes: dict[str, Any] = {"adapter": adapter}
+    if stage.epochs is None and stage.max_updates is None:
+        changes["epochs"] = 1.0
+    if stage.pack_length is None:
+        changes["pack_length"] = stage.max_length
+    if "learning_rate" not in stage.model_fields_set:
+        if adapter.kind == "none":
+            changes["learning_rate"] = RATE_ALL_WEIGHTS[stage.kind]
+        if tiny and stage.kind != "preference":
+            changes["learning_rate"] = TINY_RATE
+    return stage.model_copy(update=changes)
+
+
+def _gates(
+    document: Document, gates: Gates, stages: list[Stage], sources: dict[str, Source]
+) -> Gates:
+    changes: dict[str, Any] = {}
+    if "improve" not in gates.model_fields_set:
+        changes["improve"] = _default_improve(document, stages, sources)
+    return gates.model_copy(update=changes)
+
+
+def _default_improve(
+    document: Document, stages: list[Stage], sources: dict[str, Source]
+) -> dict[str, str]:
+    """Each stage's own held-out measure: of its largest source that holds rows out."""
+    improve: dict[str, str] = {}
+    kinds = [stage.kind for stage in stages]
+    for index, stage in enumerate(stages):
+        own = [name for name in stage.data if sources[name].holdout != 0]
+        if not own:
+            text = (
+                "held-out rows in one of its sources, for the improve gate "
+                "(all say holdout: 0; say gates: none to train without)"
+            )
+            document.problem(("stages", index, "data"), text, list(stage.data))
+            continue
+        largest = max(own, key=lambda name: stage.data[name])
+        key = stage.kind if kinds.count(stage.kind) == 1 else str(index)
+        improve[key] = f"{largest}.{IMPROVE_MEASURES[stage.kind][0]}"
+    return improve
+
+
+def _date(document: Document, recipe: Recipe, today: datetime.date | None) -> str:
+    """The frozen date: the recipe's, else that of the run to be resumed, else today."""
+    if recipe.date != "auto":
+        return recipe.date
+    if recipe.output is not None:
+        earlier = recipe.path_of(recipe.output) / "recipe.yaml"
+        if found := _date_in(earlier):
+            document.notices.append(f"date: {found}, as in {earlier}")
+            return found
+    return (today or datetime.date.today()).isoformat()
+
+
+def _date_in(path: Path) -> str | None:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    found = re.search(r"^date: *['\"]?(\d{4}-\d{2}-\d{2})['\"]? *$", text, re.MULTILINE)
+    return found.group(1) if found else None

@@ -1,0 +1,298 @@
+"""The recipe: every key, its type, its bounds and its default, as frozen data.
+
+Nothing here reads files or decides between keys: `loading` turns text into these
+classes, `resolve` fills what depends on other keys. A key that stands here is read
+by something outside this folder (tests/recipe/test_witness.py holds that).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PrivateAttr
+
+from lehr.recipe.fields import (
+    AutoCount,
+    BelowOne,
+    Count,
+    Length,
+    Name,
+    NotNegative,
+    Number,
+    PartialShare,
+    Positive,
+    Rows,
+    Section,
+    Share,
+    ShareOrUpdates,
+    Text,
+    Truth,
+    Whole,
+    as_default,
+    as_list,
+    as_nothing,
+)
+
+StageKind = Literal["pretrain", "sft", "preference"]
+Format = Literal["auto", "text", "chat", "pair", "labelled", "alpaca", "sharegpt", "completion"]
+TrainOn = Literal["assistant", "last", "completion"]
+
+# What `gates.improve` may ask of a held-out source after a stage of each kind;
+# the first one is the default.
+IMPROVE_MEASURES: dict[str, tuple[str, ...]] = {
+    "pretrain": ("bits_per_byte", "loss"),
+    "sft": ("loss",),
+    "preference": ("accuracy",),
+}
+
+# Harms that `gates.protect` may limit. Their default limits live with the evaluation,
+# which knows what the items at hand resolve.
+PROTECT_MEASURES = ("forgetting", "over_refusal", "refusal", "sycophancy", "regressive_flips")
+
+# What `suites` may measure without gating.
+SUITES = (
+    "forgetting",
+    "skills",
+    "facts",
+    "choice",
+    "refusal",
+    "over_refusal",
+    "sycophancy",
+    "kl",
+)
+
+
+class Adapter(Section):
+    """Low-rank matrices that are trained beside frozen weights, or `none`: all weights train."""
+
+    kind: Literal["lora", "none"] = "lora"
+    rank: Count = 16
+    alpha: Positive | None = Field(
+        default=None, description="scale is alpha / rank; 2 x rank where it is not given"
+    )
+    dropout: BelowOne = 0.0
+    targets: Literal["all-linear"] | list[Text] = Field(
+        default="all-linear", description="all-linear, or names of linear layers"
+    )
+
+
+class Source(Section):
+    """A named set of rows: from files, or made by the microworld."""
+
+    path: Text | list[Text] | None = Field(default=None, description="file, or list of files")
+    builtin: Literal["python-docstrings"] | None = Field(
+        default=None, description="text that every machine has, instead of a file"
+    )
+    microworld: Literal["text", "chats", "pairs", "refusals", "claims"] | None = Field(
+        default=None, description="rows made by the synthetic policy world instead of a file"
+    )
+    rows: Annotated[Count | None, BeforeValidator(as_nothing)] = Field(
+        default=None,
+        description="use only this many; a microworld makes 1000 where it is not given",
+    )
+    seed: Whole = Field(default=0, ge=0, lt=2**63, description="of the microworld")
+    options: dict[str, Any] = Field(default={}, description="dials of the microworld")
+    format: Format = "auto"
+    holdout: Annotated[Rows | BelowOne | None, BeforeValidator(as_nothing)] = Field(
+        default=None,
+        description="rows kept for evaluation: a number, or a share below 1; "
+        "min(200, 10 %) where it is not given",
+    )
+    train_on: TrainOn = "assistant"
+    on_bad_row: Literal["drop", "stop"] = "drop"
+
+
+class Schedule(Section):
+    """The learning rate over the applied updates."""
+
+    kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    warmup: ShareOrUpdates = Field(default=0.03, description="share of the run, or updates")
+    decay: ShareOrUpdates = Field(default=0.2, description="of wsd: share of the run, or updates")
+    final: Number = Field(default=0.1, ge=0, le=1, description="share of the peak")
+
+
+class Optimizer(Section):
+    """AdamW: betas, the small constant of its division, decoupled weight decay."""
+
+    kind: Literal["adamw"] = "adamw"
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.0
+
+
+class Keep(Section):
+    """What protects old abilities during a stage."""
+
+    replay: dict[str, PartialShare] = Field(
+        default={}, description="source: share of the stage's tokens, on top of its own data"
+    )
+
+
+class Stage(Section):
+    """Keys that every training stage has."""
+
+    kind: StageKind
+    name: Annotated[Name | None, BeforeValidator(as_nothing)] = None
+    data: dict[str, Share] = Field(
+        description="a source, a path, a list of them, or shares of tokens that sum to 1"
+    )
+    max_length: Length = Field(default=1024, description="tokens of an example")
+    overflow: Literal["truncate", "drop", "split"] = "truncate"
+    packing: Truth = True
+    pack_length: Annotated[Length | None, BeforeValidator(as_nothing)] = Field(
+        default=None, description="tokens of a pack; max_length where it is not given"
+    )
+    batch_size: Count = Field(default=16, description="examples of an update, on all ranks")
+    micro_batch: AutoCount = Field(
+        default="auto", description="packs of one backward; never changes batch_size"
+    )
+    max_updates: Annotated[Count | None, BeforeValidator(as_nothing)] = Field(
+        default=None, description="instead of epochs"
+    )
+    epochs: Annotated[Positive | None, BeforeValidator(as_nothing)] = Field(
+        default=None, description="1 where neither epochs nor max_updates is given"
+    )
+    learning_rate: NotNegative = 1e-4
+    schedule: Schedule = Field(default_factory=Schedule)
+    optimizer: Optimizer = Field(default_factory=Optimizer)
+    clip: Annotated[Positive | None, BeforeValidator(as_nothing)] = Field(
+        default=1.0, description="largest norm of the gradient, or none"
+    )
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    recompute: Literal["none", "full", "auto"] = "none"
+    keep: Keep = Field(default_factory=Keep)
+    evaluate_every: Annotated[Count | None, BeforeValidator(as_nothing)] = Field(
+        default=None, description="updates"
+    )
+    checkpoint_every: Annotated[Count | None, BeforeValidator(as_nothing)] = Field(
+        default=None, description="updates; a tenth of the run where it is not given"
+    )
+    checkpoints_kept: Count = 2
+    promote: Literal["last", "best"] = "last"
+    early_stop: Annotated[Count | None, BeforeValidator(as_nothing)] = Field(
+        default=None, description="stop after this many evaluations without improvement"
+    )
+    adapter: Adapter | None = Field(default=None, description="instead of the recipe's")
+    fold_parent: Truth = Field(
+        default=False, description="add the parent's adapter to the base and start a new one"
+    )
+
+    def mixture(self) -> dict[str, float]:
+        """Share of tokens of every source, replay included; sums to 1.
+
+        >>> stage = SftStage(kind="sft", data={"chats": 1.0}, keep={"replay": {"web": 0.25}})
+        >>> stage.mixture()
+        {'chats': 0.75, 'web': 0.25}
+        """
+        own = 1.0 - sum(self.keep.replay.values())
+        return {name: share * own for name, share in self.data.items()} | self.keep.replay
+
+
+class PretrainStage(Stage):
+    """Next-token training on plain text: from scratch, or continued from a parent."""
+
+    kind: Literal["pretrain"] = "pretrain"
+    overflow: Literal["truncate", "drop", "split"] = "split"
+
+
+class SftStage(Stage):
+    """Supervised fine-tuning on conversations."""
+
+    kind: Literal["sft"] = "sft"
+    learning_rate: NotNegative = 2e-4
+
+
+class PreferenceStage(Stage):
+    """Alignment on pairs of a better and a worse answer."""
+
+    kind: Literal["preference"] = "preference"
+    learning_rate: NotNegative = 5e-6
+    loss: Literal["dpo"] = "dpo"
+    beta: Positive = 0.1
+    label_smoothing: Number = Field(default=0.0, ge=0, lt=0.5)
+
+
+STAGE_CLASSES: dict[str, type[Stage]] = {
+    "pretrain": PretrainStage,
+    "sft": SftStage,
+    "preference": PreferenceStage,
+}
+
+
+class Gates(Section):
+    """Limits on paired differences after every stage, against its parent and the base."""
+
+    improve: dict[str, Text] = Field(
+        default={}, description="stage kind, name or number: source.measure"
+    )
+    protect: Annotated[
+        dict[str, Annotated[Positive | None, BeforeValidator(as_default)]] | None,
+        BeforeValidator(as_default),
+    ] = Field(
+        default=None,
+        description="harm: largest rise, or default (null here); default as a whole means "
+        "every harm that this run can measure, with its default limit",
+    )
+    undetermined: Literal["keep", "promote"] = "keep"
+    on_refusal: Literal["stop", "continue"] = "stop"
+    items: Count = Field(default=400, description="budget of items of a suite")
+
+
+class Recipe(Section):
+    """A validated run. Made by `load_recipe`, `loads` or `recipe_from`."""
+
+    model: Text = Field(description="name for lehr fetch, hub id, folder, .gguf file, or tiny:SIZE")
+    template: Text = Field(default="auto", description="auto, chatml, or a Jinja file")
+    system: Literal["keep", "merge", "drop"] = Field(
+        default="keep", description="what happens to system messages that a template cannot take"
+    )
+    date: str = Field(
+        default="auto", description="the date that templates see, YYYY-MM-DD; today when auto"
+    )
+    output: Annotated[Text | None, BeforeValidator(as_nothing)] = Field(
+        default=None, description="folder of the run, which the command line may choose"
+    )
+    seed: Whole = Field(default=0, ge=0, lt=2**63)
+    threads: AutoCount = "auto"
+    memory_limit: Literal["auto"] | Positive = Field(default="auto", description="GiB")
+    trust_remote_code: Truth = Field(
+        default=False, description="run Python code that a model folder brings; in the ledger"
+    )
+    adapter: Adapter = Field(default_factory=Adapter)
+    data: dict[str, Source] = Field(default={}, description="named sources")
+    stages: list[Annotated[PretrainStage | SftStage | PreferenceStage, Field(discriminator="kind")]]
+    gates: Gates = Field(default_factory=Gates)
+    suites: Annotated[list[Text], BeforeValidator(as_list)] = Field(
+        default=[], description="measured without gating"
+    )
+    export: Annotated[list[Literal["adapter", "merged"]], BeforeValidator(as_list)] = Field(
+        default=[], description="adapter where one is trained, else merged, where not given"
+    )
+    show: Annotated[list[Text], BeforeValidator(as_list)] = Field(
+        default=[], description="prompts that are answered again at each evaluation"
+    )
+
+    _folder: Path = PrivateAttr(default=Path())
+    _notices: tuple[str, ...] = PrivateAttr(default=())
+    _date_was_auto: bool = PrivateAttr(default=False)
+
+    @property
+    def folder(self) -> Path:
+        """Where relative paths start: the folder of the recipe file."""
+        return self._folder
+
+    @property
+    def date_was_auto(self) -> bool:
+        """The date was found by `load_recipe`, not written in the recipe."""
+        return self._date_was_auto
+
+    def path_of(self, text: str) -> Path:
+        """A path as the recipe means it: absolute, or from the recipe's folder."""
+        return (self._folder / Path(text).expanduser()).absolute()
+
+    def files_of(self, source: str) -> list[Path]:
+        """The files of a named source, in order; [] for a microworld."""
+        path = self.data[source].path
+        texts = [] if path is None else [path] if isinstance(path, str) else path
+        return [self.path_of(text) for text in texts]
