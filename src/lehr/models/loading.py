@@ -1,0 +1,284 @@
+"""From what a recipe calls a model to a LanguageModel that attends over segments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from lehr.errors import Problem, RecipeError
+from lehr.models import fetch as fetching
+from lehr.models.gguf_files import convert_gguf, quiet_transformers
+from lehr.models.language_model import LanguageModel
+from lehr.models.peft_format import ADAPTER_CONFIG
+from lehr.models.saving import validate_generation_config
+from lehr.models.sources import ModelSource, model_fingerprint, resolve_spec
+from lehr.models.tiny import make_tiny
+from lehr.models.vocabulary import add_control_tokens, add_stop_id
+
+__all__ = [
+    "ModelSource",
+    "load_model",
+    "model_fingerprint",
+    "require_template",
+    "resolve_spec",
+    "set_template",
+    "template_source",
+]
+_TINY = "tiny:"
+
+
+def load_model(
+    spec: str,
+    *,
+    corpus: Callable[[], Iterable[str]] | None = None,
+    template: str = "auto",
+    folder: Path | None = None,
+    precision: str = "fp32",
+    trust_remote_code: bool = False,
+    seed: int = 0,
+    all_weights: bool = False,
+    progress: fetching.Progress | None = None,
+) -> LanguageModel:
+    """The model that a recipe names, ready to attend over segments.
+
+    corpus       gives texts to train a tiny model's tokenizer on
+    template     auto (the model's own, if it has one), chatml, or a file with Jinja text
+    folder       where relative paths start
+    precision    fp32 or bf16: bf16 keeps frozen weights in bf16
+    all_weights  weights that all train are loaded in fp32 whatever the precision
+    progress     called with a line per slow step
+
+    Raises RecipeError, never another error, for what a user can cause.
+    """
+    source = resolve_spec(spec, folder)
+    dtype = torch.bfloat16 if precision == "bf16" and not all_weights else torch.float32
+    notices: list[str] = []
+    origin: str | None = None
+    adapter: Path | None = None
+    if source.kind == "tiny":
+        if corpus is None:
+            raise RecipeError(Problem("model", "text in the recipe's data for a tiny model", spec))
+        network, tokenizer = make_tiny(spec.removeprefix(_TINY), corpus(), seed)
+        if precision == "bf16":
+            notices.append("a tiny model computes in fp32: it is too small to gain from bf16")
+            precision = "fp32"
+    else:
+        origin = str(_local(source, progress))
+        if source.kind == "adapter":
+            adapter = Path(origin)
+            origin = _base_of(adapter, folder, progress)
+        network, tokenizer = _read(origin, dtype, trust_remote_code, adapter)
+    if adapter is not None:
+        network = _folded(network, tokenizer, adapter, notices)
+    new_rows = set_template(network, tokenizer, template, folder)
+    _pad_apart(network, tokenizer)
+    notices += validate_generation_config(network)
+    return LanguageModel(
+        network,
+        tokenizer,
+        spec,
+        precision=precision,
+        # A folded adapter is a new base that exists nowhere as a file of its own.
+        source=None if adapter is not None else origin,
+        new_rows=new_rows,
+        seed=seed,
+        notices=notices,
+    )
+
+
+def _local(source: ModelSource, progress: fetching.Progress | None) -> Path | str:
+    if source.kind == "known":
+        return source.path or fetching.fetch(source.spec, progress=progress)
+    if source.kind == "gguf":
+        assert source.path is not None
+        target = fetching.models_folder() / f"gguf-{source.path.stem}-{source.fingerprint[:12]}"
+        if not fetching.is_whole(target):
+            if progress:
+                progress(f"converting {source.path.name} once; the next start is fast")
+            convert_gguf(source.path, target)
+        return target
+    return source.spec if source.path is None else source.path.resolve()
+
+
+def _base_of(adapter: Path, folder: Path | None, progress: fetching.Progress | None) -> str:
+    try:
+        config = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        base = config["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecipeError(
+            Problem(
+                str(adapter / ADAPTER_CONFIG), f"an adapter config that names its base ({error})"
+            )
+        ) from error
+    source = resolve_spec(str(base), folder)
+    if source.kind in ("adapter", "tiny"):
+        raise RecipeError(Problem(str(adapter), "an adapter whose base is a whole model", base))
+    return str(_local(source, progress))
+
+
+def _read(
+    origin: str, dtype: torch.dtype, trust_remote_code: bool, adapter: Path | None
+) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokens_from = origin
+    if adapter is not None and (adapter / "tokenizer_config.json").is_file():
+        tokens_from = str(adapter)
+    here = Path(origin).exists()  # a folder needs no network
+    if not here and not fetching.hub_reachable():
+        origin, here = _cached_snapshot(origin), True
+        tokens_from = tokens_from if adapter is not None else origin
+    try:
+        with quiet_transformers():
+            network, report = AutoModelForCausalLM.from_pretrained(
+                origin,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                local_files_only=here,
+                output_loading_info=True,
+            )
+            tokenizer = AutoTokenizer.from_pretrained(
+                tokens_from, trust_remote_code=trust_remote_code, local_files_only=here
+            )
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
+        raise RecipeError(_load_problem(origin, error)) from error
+    except SafetensorError as error:
+        raise RecipeError(Problem(origin, f"whole .safetensors files ({error})")) from error
+    missing = sorted(report.get("missing_keys") or ())
+    mismatched = [str(entry) for entry in report.get("mismatched_keys") or ()]
+    if missing or mismatched:
+        raise RecipeError(
+            Problem(
+                origin,
+                "all weights of its config (else they would be random); missing or of another "
+                f"shape: {', '.join([*missing, *mismatched][:3])}",
+                f"{len(missing) + len(mismatched)} tensors",
+            )
+        )
+    network.eval()
+    return network, tokenizer
+
+
+def _cached_snapshot(hub_id: str) -> str:
+    """The hub's own cached folder of `hub_id`, instead of minutes of retries without a network."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(hub_id, "config.json")
+    if not isinstance(found, str):
+        raise RecipeError(_load_problem(hub_id, OSError("no connection, and not in its cache")))
+    return str(Path(found).parent)
+
+
+def _load_problem(origin: str, error: Exception) -> Problem:
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    reason = lines[0] if lines else type(error).__name__
+    if "trust_remote_code" in str(error):
+        return Problem(
+            origin,
+            "an architecture that transformers knows; this one brings its own code, which runs "
+            "only with trust_remote_code: true (it is then written to the ledger)",
+        )
+    if not Path(origin).exists():
+        return Problem(
+            "model",
+            "a hub id that can be reached, or a model on this machine: a local folder, a .gguf "
+            f"file, or `lehr fetch {sorted(fetching.KNOWN)[0]}` ({reason})",
+            origin,
+        )
+    return Problem(origin, f"a model that transformers can load ({reason})")
+
+
+def _folded(network: Any, tokenizer: Any, adapter: Path, notices: list[str]) -> Any:
+    if len(tokenizer) > network.get_input_embeddings().weight.shape[0]:
+        network.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    holder = LanguageModel(network, tokenizer, str(adapter))
+    holder.load_adapter(adapter)
+    holder.fold_adapter()
+    notices.append(
+        f"the adapter in {adapter} was added to its base in fp32: training starts from both"
+    )
+    return holder.network
+
+
+def set_template(
+    network: Any, tokenizer: Any, template: str, folder: Path | None = None
+) -> list[int]:
+    """Set the chat template; returns vocabulary ids whose rows must train.
+
+    `auto` keeps the model's own (or none: text alone needs none; `require_template`
+    refuses chats then). Otherwise its control tokens are added where they are missing,
+    and all of them count as untrained: a model without this template never saw them in
+    their role.
+    """
+    if template == "auto":
+        return []
+    from lehr.data.templates import control_tokens
+
+    source = template_source(template, folder)
+    if tokenizer.chat_template == source:
+        return []
+    tokens = control_tokens(source)  # raises RecipeError for Jinja that cannot be read
+    add_control_tokens(network, tokenizer, tokens)
+    tokenizer.chat_template = source
+    ids = sorted(int(i) for i in tokenizer.convert_tokens_to_ids(tokens)) if tokens else []
+    end = _end_of_turn(source, tokens)
+    if end is not None:
+        add_stop_id(network, int(tokenizer.convert_tokens_to_ids(end)))
+    return ids
+
+
+def template_source(template: str, folder: Path | None = None) -> str:
+    """Jinja text of `chatml` or of a file. Raises RecipeError where there is no such file."""
+    if template == "chatml":
+        from lehr.data.templates import CHATML
+
+        return CHATML
+    path = (folder or Path()) / Path(template).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(
+            Problem(
+                "template", "auto, chatml, or a readable file with a Jinja chat template", template
+            )
+        ) from error
+
+
+def _end_of_turn(source: str, tokens: list[str]) -> str | None:
+    """The control token that closes a turn: the last one before the generation prompt."""
+    for name in ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>"):
+        if name in tokens:
+            return name
+    body = source.split("add_generation_prompt")[0]
+    inside = [token for token in tokens if token in body]
+    return max(inside, key=body.rfind) if inside else None
+
+
+def require_template(model: LanguageModel) -> None:
+    """Raise RecipeError where chats are to be trained on and the model has no template."""
+    if not model.tokenizer.chat_template:
+        raise RecipeError(
+            Problem(
+                "template",
+                f"a chat template: {model.name} has none; say `template: chatml` (or name a file)",
+                "auto",
+            )
+        )
+
+
+def _pad_apart(network: Any, tokenizer: Any) -> None:
+    """A pad token for tools that need one; lehr itself never pads with meaning.
+
+    pad = eos stays as it is: nothing here finds the end of a text by its pad token.
+    """
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+    generation = getattr(network, "generation_config", None)
+    if generation is not None and generation.pad_token_id is None:
+        generation.pad_token_id = tokenizer.pad_token_id

@@ -1,0 +1,174 @@
+"""The fused head: equal to full logits, exact gradients, deterministic, every output layer."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from families import FAMILIES, model_of, tree_pack
+
+import oracle
+from lehr.models.head import (
+    Head,
+    OrderedGather,
+    _FusedHead,
+    chunk_rows,
+    divergence,
+    token_stats,
+)
+
+
+def _some(*shape: int, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+HEADS = {
+    "plain": {},
+    "bias": {"bias": _some(17, seed=3, dtype=torch.float64)},
+    "scale": {"scale": 0.3},
+    "cap": {"softcap": 2.0, "scale": 1.5},
+    "rows": {
+        "rows": _some(3, 6, seed=4, dtype=torch.float64),
+        "row_ids": torch.tensor([2, 9, 16]),
+        "bias": _some(17, seed=3, dtype=torch.float64),
+        "softcap": 2.0,
+    },
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_gradcheck(name):
+    settings = dict(HEADS[name])
+    hidden = _some(7, 6, dtype=torch.float64).requires_grad_()
+    weight = _some(17, 6, seed=1, dtype=torch.float64).requires_grad_()
+    targets = torch.tensor([2, 0, 16, 9, 9, 3, 11])
+    bias, rows = settings.get("bias"), settings.get("rows")
+    inputs = [hidden, weight]
+    inputs += [x.clone().requires_grad_() for x in (bias, rows) if x is not None]
+
+    def run(hidden, weight, *others):
+        others = list(others)
+        own_bias = others.pop(0) if bias is not None else None
+        own_rows = others.pop(0) if rows is not None else None
+        head = Head(weight, own_bias, own_rows, settings.get("row_ids"))
+        head = Head(
+            **{
+                **head.__dict__,
+                "scale": settings.get("scale", 1.0),
+                "softcap": settings.get("softcap"),
+            }
+        )
+        out = _FusedHead.apply(
+            hidden, weight, own_bias, own_rows, targets, head.detached(), 3, False, False
+        )
+        return out[0], out[1]
+
+    assert torch.autograd.gradcheck(run, inputs)
+
+
+def test_closed_form_of_equal_logits():
+    head = Head(torch.zeros(8, 4))
+    stats = token_stats(
+        _some(3, 4), torch.tensor([0, 2]), torch.tensor([5, 1]), head, entropy=True, argmax=True
+    )
+    assert torch.allclose(stats.log_probability, torch.full((2,), -math.log(8)))
+    assert torch.allclose(stats.log_z, torch.full((2,), math.log(8)))
+    assert torch.allclose(stats.entropy, torch.full((2,), math.log(8)))
+    assert stats.argmax.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5, 100])
+def test_chunks_change_no_number(chunk):
+    hidden, weight = _some(30, 6).requires_grad_(), _some(50, 6, seed=1).requires_grad_()
+    index = torch.arange(30).flip(0)[:23]
+    targets = torch.arange(23)
+    wanted = torch.log_softmax(hidden[index] @ weight.T, 1)[torch.arange(23), targets]
+    stats = token_stats(hidden, index, targets, Head(weight), chunk=chunk, entropy=True)
+    assert (stats.log_probability - wanted).abs().max() < 1e-5
+    found = torch.autograd.grad(stats.log_probability.sum(), (hidden, weight))
+    expected = torch.autograd.grad(wanted.sum(), (hidden, weight))
+    for one, two in zip(found, expected, strict=True):
+        assert oracle.relative_gap(one, two) < 1e-5
+
+
+def test_tied_weight_gets_both_gradients():
+    weight = _some(50, 6, seed=1, dtype=torch.float64).requires_grad_()
+    ids, targets = torch.tensor([3, 7, 3, 9]), torch.tensor([7, 3, 9, 1])
+    index = torch.arange(4)
+    hidden = torch.nn.functional.embedding(ids, weight).tanh()
+    stats = token_stats(hidden, index, targets, Head(weight))
+    wanted = torch.log_softmax(hidden @ weight.T, 1)[index, targets].sum()
+    (found,) = torch.autograd.grad(stats.log_probability.sum(), weight, retain_graph=True)
+    (expected,) = torch.autograd.grad(wanted, weight)
+    assert (found - expected).abs().max() < 1e-13
+
+
+def test_repeated_index_adds_in_order():
+    rows = _some(5, 3).requires_grad_()
+    index = torch.tensor([4, 1, 4, 4, 0, 1])
+    weight = _some(6, 3, seed=2)
+    (found,) = torch.autograd.grad((OrderedGather.apply(rows, index) * weight).sum(), rows)
+    expected = torch.zeros(5, 3)
+    for at, gradient in zip(index.tolist(), weight, strict=True):
+        expected[at] = expected[at] + gradient
+    assert torch.equal(found, expected)
+
+
+def test_no_pairs_is_no_error():
+    hidden = _some(5, 4).requires_grad_()
+    none = torch.empty(0, dtype=torch.long)
+    stats = token_stats(hidden, none, none, Head(_some(9, 4)))
+    (gradient,) = torch.autograd.grad(stats.log_probability.sum(), hidden)
+    assert not gradient.any()
+
+
+def test_excluded_positions_cannot_poison_the_sum():
+    hidden = _some(5, 4)
+    hidden[2] = float("inf")
+    hidden.requires_grad_()
+    weight = _some(9, 4).requires_grad_()
+    stats = token_stats(hidden, torch.tensor([0, 4]), torch.tensor([1, 2]), Head(weight))
+    found = torch.autograd.grad(stats.log_probability.sum(), (hidden, weight))
+    assert all(torch.isfinite(gradient).all() for gradient in found)
+
+
+def test_target_outside_the_vocabulary_is_named():
+    with pytest.raises(ValueError, match="vocabulary of 9"):
+        token_stats(_some(5, 4), torch.tensor([0]), torch.tensor([9]), Head(_some(9, 4)))
+
+
+def test_divergence_is_exact_and_zero_on_itself():
+    hidden, other = _some(12, 6), _some(12, 6, seed=5)
+    head, head_q = Head(_some(40, 6, seed=1)), Head(_some(40, 6, seed=2), softcap=3.0)
+    at = torch.tensor([0, 3, 11])
+    found = divergence(hidden, other, at, head, head_q, chunk=2)
+    wanted = oracle.divergence(head.logits(hidden[at]), head_q.logits(other[at]))
+    assert (found - wanted).abs().max() < 1e-5
+    assert not divergence(hidden, hidden, at, head, head).any()
+
+
+def test_chunk_depends_on_the_vocabulary_alone():
+    assert chunk_rows(49152) == 162
+    assert chunk_rows(10**9) == 16
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_output_layer_gives_the_models_own_logits(family):
+    model = model_of(family)
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad(), model.attention():
+        hidden = model.network.base_model(input_ids=ids)[0][0]
+        wanted = model.network(input_ids=ids).logits[0]
+    assert (model.head().logits(hidden) - wanted).abs().max() < 1e-5
+
+
+def test_a_bare_product_would_be_wrong():
+    """The fault: soft cap and scale left out of the head."""
+    for family in ("Gemma2", "Cohere", "Granite"):
+        model = model_of(family)
+        pack = tree_pack()
+        with torch.no_grad():
+            hidden = model.hidden(pack)
+            bare = hidden @ model.head().weight.T
+            assert (bare - model.head().logits(hidden)).abs().max() > 0.5
