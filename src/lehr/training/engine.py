@@ -1,0 +1,362 @@
+"""The one training loop.
+
+One attempt: packs → micro-batches → denominator of the whole update → backward each →
+norm and verdict → clip → optimizer → evaluation → line of metrics.jsonl → checkpoint.
+The engine knows `weight` and `loss` of an objective and trains any module.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lehr import ranks
+from lehr.data.shapes import Pack
+from lehr.errors import Diverged, Interrupted, Problem, RecipeError
+from lehr.objectives.base import Objective
+from lehr.streams import content_hash
+from lehr.training import events, gradients
+from lehr.training.batch import Merge, cut
+from lehr.training.interrupts import Interrupts
+from lehr.training.metrics import MetricsFile, strict
+from lehr.training.optimizers import GroupRule, make_optimizer, set_rate
+from lehr.training.progress import Progress, TrainingResult, result_of
+from lehr.training.settings import EngineSettings
+from lehr.training.state import copied, put_back, running_buffers, trained_parameters
+from lehr.training.store import Batches, Store
+from lehr.training.update import StopNow, accumulate, denominator_of
+
+Evaluate = Callable[[int], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class _Data:
+    """One attempt's micro-batches of this rank, what they weigh, and their size on all ranks."""
+
+    number: int
+    micro_batches: list[Pack]
+    weights: list[float]
+    denominator: float
+    tokens: int
+    supervised_tokens: int
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What the backward passes gave; `bad` names what is not finite, `suspects` where."""
+
+    loss: float
+    norm: float
+    bad: tuple[str, ...]
+    suspects: tuple[int, ...]
+    metrics: Mapping[str, float]
+
+
+_KNOWN = _Verdict(math.nan, math.nan, ("known from an earlier try",), (), {})
+
+
+class Engine:
+    """Trains `model` on `batches` until `settings.updates` updates are applied.
+
+    batches     see `Batches`; gives the packs of one update at a time
+    folder      metrics.jsonl and checkpoints/ stand here; a run that finds a whole
+                checkpoint of its own goes on from it
+    seed_names  names of the random stream: (seed, stage)
+    observers   called with each event, in order
+    evaluate    (update) -> values; the model is in eval mode and without gradients. The
+                first value decides best and early stop: lower is better
+    merge       several packs -> one longer pack; needed where micro_batch > 1
+    key         identity of the run (the stage's key); default: a hash of seed_names
+    rules       parameter groups of their own
+
+    Raises RecipeError for bad settings, before anything is written.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        batches: Batches,
+        settings: EngineSettings,
+        folder: Path,
+        seed_names: Sequence[object],
+        observers: Sequence[events.Observer] = (),
+        evaluate: Evaluate | None = None,
+        *,
+        merge: Merge | None = None,
+        key: str = "",
+        rules: Sequence[GroupRule] = (),
+    ) -> None:
+        settings.check(has_evaluation=evaluate is not None)
+        if settings.micro_batch > 1 and merge is None:
+            expected = "1, or a function that merges packs"
+            raise RecipeError(Problem("micro_batch", expected, settings.micro_batch))
+        self.model = model
+        self.settings = settings
+        self.progress = Progress()
+        self._objective, self._batches, self._merge = objective, batches, merge
+        self._seed_names, self._observers, self._evaluate = seed_names, observers, evaluate
+        self._trained = trained_parameters(model)
+        self._buffers = running_buffers(model)
+        self._optimizer = make_optimizer(self._trained, settings.optimizer, rules)
+        self._metrics = MetricsFile(folder / "metrics.jsonl")
+        self._store = Store(
+            folder, key or content_hash([str(name) for name in seed_names]), settings,
+            self._trained, self._buffers, self._optimizer, self._emit,
+        )  # fmt: skip
+        self._stage = settings.stage or str(seed_names[-1])
+        self._known_bad: frozenset[int] = frozenset()
+        self._bad_attempts: set[int] = set()
+        self._interrupts = Interrupts()
+        self._interrupt_told = False
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def run(self) -> TrainingResult:
+        """Train to the end, from wherever the folder says the run stands.
+
+        Raises Interrupted (a checkpoint was written), Diverged (the last good one stands),
+        OutOfResources (disk full), RecipeError (an update without supervision). An engine
+        runs once: what goes on from a checkpoint is a new one.
+        """
+        if self.progress.attempt:
+            raise RuntimeError("an engine runs once; make a new one to resume")
+        with self._interrupts, self._surroundings():
+            self._store.resume(self.progress, self._batches, self._metrics)
+            gradients.require_equal_start(self._trained)
+            resumed_from = self.progress.update
+            self._known_bad = self._store.known_bad()
+            self._emit(
+                events.RunStarted(resumed_from, self.progress.attempt, self.settings.updates)
+            )
+            while not self._finished:
+                self._next()
+            self._save()
+            self._stop_if_asked()
+            promoted_update = self._promote()
+        return result_of(self.progress, promoted_update, resumed_from)
+
+    @property
+    def _finished(self) -> bool:
+        return self.progress.stopped_early or self.progress.update >= self.settings.updates
+
+    def _next(self) -> None:
+        """One attempt; where an interrupt gives it up, the state is as if it had not begun."""
+        self._stop_if_asked()
+        before = self._batches.state()
+        buffers = copied(self._buffers)
+        try:
+            self._attempt(buffers)
+        except StopNow:
+            gradients.clear(self._trained)
+            put_back(self._buffers, buffers, "buffers")
+            self._batches.load(before)
+            self._stop_if_asked()
+
+    def _attempt(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        started = time.perf_counter()
+        data = self._take()
+        known = data.number in self._known_bad
+        verdict = _KNOWN if known else self._backward(data)
+        skipped = not ranks.all_true(not verdict.bad)
+        learning_rate = self.settings.rate(self.progress.update)
+        if skipped:
+            put_back(self._buffers, buffers, "buffers")
+            self.progress.passed_over(known)
+        else:
+            gradients.clip_to(self._trained, verdict.norm, self.settings.clip)
+            set_rate(self._optimizer, learning_rate)
+            self._optimizer.step()
+            self.progress.applied(data.tokens, data.supervised_tokens, verdict.loss)
+        gradients.clear(self._trained)
+        seconds = time.perf_counter() - started
+        self.progress.seconds += seconds
+        row = {
+            "stage": self._stage,
+            "attempt": self.progress.attempt,
+            "update": self.progress.update,
+            "epoch": float(self._batches.epoch),
+            "tokens": data.tokens,
+            "supervised_tokens": data.supervised_tokens,
+            "loss": math.nan if skipped else verdict.loss,
+            "learning_rate": learning_rate,
+            "grad_norm": verdict.norm,
+            "seconds": seconds,
+            "skipped": skipped,
+            **{_column(name): value for name, value in verdict.metrics.items()},
+        }
+        if skipped:
+            self._after_skip(row, data, verdict)
+        else:
+            self._after_update(row)
+
+    def _take(self) -> _Data:
+        packs = self._batches.next()
+        micro_batches = cut(packs, self.settings.micro_batch, self._merge)
+        weights = [float(self._objective.weight(pack)) for pack in micro_batches]
+        number = self.progress.attempt + 1
+        return _Data(
+            number=number,
+            micro_batches=micro_batches,
+            weights=weights,
+            denominator=denominator_of(weights, micro_batches, number),
+            tokens=int(ranks.all_sum(sum(pack.tokens for pack in packs))),
+            supervised_tokens=int(ranks.all_sum(sum(pack.targets.numel() for pack in packs))),
+        )
+
+    def _backward(self, data: _Data) -> _Verdict:
+        """All backward passes of the update; says what is not finite, changes no weight."""
+        done = accumulate(
+            self.model,
+            self._objective,
+            data.micro_batches,
+            data.weights,
+            data.denominator,
+            (*self._seed_names, "update", self.progress.update),
+            self.settings.precision,
+            self._may_stop_inside,
+        )
+        gradients.sum_over_ranks(self._trained)
+        measured = gradients.measure(self._trained)
+        bad = tuple(f"gradient of {name}" for name in measured.nonfinite)
+        if not math.isfinite(done.loss):
+            bad = ("loss", *bad)
+        elif not bad and not math.isfinite(measured.norm):
+            bad = ("gradient norm",)
+        return _Verdict(done.loss, measured.norm, bad, done.nonfinite, done.metrics.means())
+
+    def _after_skip(self, row: dict[str, Any], data: _Data, verdict: _Verdict) -> None:
+        """Name the batch; give the run up after too many in a row."""
+        suspects = [data.micro_batches[i] for i in verdict.suspects] or data.micro_batches
+        origins = tuple(str(origin) for pack in suspects for origin in pack.origins)
+        row["origins"] = list(origins)
+        self._write(row)
+        in_a_row = self.progress.nonfinite_in_a_row
+        self._emit(events.UpdateDone(strict(row)))
+        self._emit(
+            events.NonFinite(data.number, self.progress.update, verdict.bad, origins, in_a_row)
+        )
+        if verdict is not _KNOWN:
+            self._bad_attempts.add(data.number)
+        if in_a_row < self.settings.nonfinite_limit:
+            return
+        self._store.note_diverged(self._bad_attempts)
+        where = f"attempt {data.number} ({', '.join(origins[:5])})"
+        expected = (
+            f"a finite loss and gradient; {in_a_row} attempts in a row had none "
+            f"({', '.join(verdict.bad[:3])}). The checkpoint of update {self._store.saved_update} "
+            "stands; the same command goes on from it and passes these batches over"
+        )
+        raise Diverged(Problem(where, expected))
+
+    def _after_update(self, row: dict[str, Any]) -> None:
+        """Evaluation, the line of metrics.jsonl, checkpoint: in this order, so that a kill
+        anywhere repeats the whole attempt."""
+        self._bad_attempts.clear()
+        self._emit(events.UpdateDone(strict(row)))
+        update, settings = self.progress.update, self.settings
+        last = update >= settings.updates
+        every = settings.evaluate_every
+        is_best = False
+        if self._evaluate is not None and (last or (every is not None and update % every == 0)):
+            values, is_best = self._measure(self._evaluate)
+            row |= {f"evaluation.{name}": value for name, value in values.items()}
+        self._write(row)
+        keep_best = is_best and settings.promote == "best"
+        if keep_best or update % settings.checkpoint_interval == 0 or self._finished:
+            self._save()
+
+    def _measure(self, evaluate: Evaluate) -> tuple[dict[str, float], bool]:
+        """Evaluate now; move best and early stop. Returns the values and whether they are best."""
+        progress = self.progress
+        modes = _modes(self.model)
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                values = {name: float(value) for name, value in evaluate(progress.update).items()}
+        finally:
+            _set_modes(modes)
+        if not values:
+            raise RecipeError(Problem("evaluation", "at least one value"))
+        is_best = progress.evaluated(values)
+        self._emit(events.Evaluated(progress.update, values, is_best))
+        patience, waited = self.settings.early_stop, progress.evaluations_without_improvement
+        if patience is not None and waited >= patience and progress.update < self.settings.updates:
+            progress.stopped_early = True
+            self._emit(events.StoppedEarly(progress.update, waited))
+        return values, is_best
+
+    def _promote(self) -> int:
+        """Leave the promised weights in the model; returns whose they are."""
+        best, value = self.progress.best_update, self.progress.best_value
+        if self.settings.promote == "last" or best is None or value is None:
+            return self.progress.update
+        if best != self.progress.update:
+            self._store.load_weights(best)
+        self._emit(events.PromotedBest(best, value))
+        return best
+
+    def _may_stop_inside(self) -> bool:
+        """Whether to stop between two micro-batches: many ranks stop only between updates."""
+        if self._interrupts.requested is not None and not self._interrupt_told:
+            self._interrupt_told = True
+            self._emit(events.InterruptNoted(self._interrupts.requested))
+        return self._interrupts.requested is not None and ranks.world_size() == 1
+
+    def _stop_if_asked(self) -> None:
+        self._may_stop_inside()
+        if ranks.all_true(self._interrupts.requested is None):
+            return
+        self._save()
+        name = self._interrupts.requested or "a signal to another rank"
+        where = f"update {self.progress.update}"
+        raise Interrupted(
+            Problem(where, f"{name} arrived; a checkpoint was written, the same command resumes")
+        )
+
+    def _save(self) -> None:
+        self._metrics.sync()
+        self._store.save(self.progress, self._batches.state())
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        if ranks.is_main():
+            self._metrics.append(strict(row))
+
+    def _emit(self, event: events.Event) -> None:
+        for observer in self._observers:
+            observer(event)
+
+    @contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        """Train mode inside; modes and the global random state as before outside."""
+        modes = _modes(self.model)
+        random_state = torch.get_rng_state()
+        self.model.train()
+        try:
+            yield
+        finally:
+            gradients.clear(self._trained)
+            self._metrics.close()
+            torch.set_rng_state(random_state)
+            _set_modes(modes)
+
+
+def _column(name: str) -> str:
+    return name if name.startswith("source.") else f"objective.{name}"
+
+
+def _modes(model: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Train or eval mode of every module: a frozen part may stand in eval mode for good."""
+    return [(module, module.training) for module in model.modules()]
+
+
+def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        module.training = training

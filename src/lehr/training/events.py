@@ -1,0 +1,113 @@
+"""What the engine tells its observers; progress bars, event logs and answers hang here.
+
+An observer is a callable that takes one event. It runs in the training thread: what it
+raises stops the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of all events."""
+
+
+@dataclass(frozen=True)
+class RunStarted(Event):
+    """update, attempt: where the run stands; 0 for a new one."""
+
+    update: int
+    attempt: int
+    updates: int
+
+
+@dataclass(frozen=True)
+class ResumedFrom(Event):
+    """A checkpoint was loaded; `lines_cut` lines of metrics.jsonl lay past it."""
+
+    update: int
+    path: Path
+    lines_cut: int
+
+
+@dataclass(frozen=True)
+class ResumeInexact(Event):
+    """The promise of bit-exact resume is withdrawn, for these reasons."""
+
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "resume is not bit-exact because " + "; ".join(self.reasons)
+
+
+@dataclass(frozen=True)
+class CheckpointSkipped(Event):
+    """A checkpoint was not used: it is damaged, or another run's."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True)
+class CheckpointWritten(Event):
+    update: int
+    path: Path
+    removed: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class UpdateDone(Event):
+    """An attempt ended; `row` is its line of metrics.jsonl, without the evaluation."""
+
+    row: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class NonFinite(Event):
+    """An update was skipped: no weight changed.
+
+    names    what was not finite: `loss`, `gradient of <tensor>`
+    origins  file:line of each example of the micro-batches concerned
+    """
+
+    attempt: int
+    update: int
+    names: tuple[str, ...]
+    origins: tuple[str, ...]
+    in_a_row: int
+
+
+@dataclass(frozen=True)
+class Evaluated(Event):
+    update: int
+    values: Mapping[str, float]
+    is_best: bool
+
+
+@dataclass(frozen=True)
+class StoppedEarly(Event):
+    update: int
+    evaluations_without_improvement: int
+
+
+@dataclass(frozen=True)
+class PromotedBest(Event):
+    """The model holds the weights of this earlier update again."""
+
+    update: int
+    value: float
+
+
+@dataclass(frozen=True)
+class InterruptNoted(Event):
+    """INT or TERM arrived; the current micro-batch is finished, then a checkpoint written."""
+
+    signal: str
+
+
+Observer = Callable[[Event], None]

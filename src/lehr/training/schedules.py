@@ -1,0 +1,130 @@
+"""Learning rates: pure functions of the index of the applied update.
+
+Convention: update `i` (from 0) of a warmup of `w` has (i + 1) / w of the peak, as if
+the rate had been 0 one update before the first; the decay reaches `final` one update
+after the last. So no update is spent at a rate of 0, the peak of `cosine` and `linear`
+is reached exactly once, at update max(w − 1, 0), and an index past the run never
+returns to the peak.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lehr.errors import Problem, RecipeError
+
+KINDS = ("cosine", "linear", "wsd", "constant")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Shape of the learning rate over a run.
+
+    kind    cosine | linear | wsd (warmup, stable, linear decay) | constant
+    warmup  below 1 a share of the run, else a number of updates
+    decay   the same; length of the decay of `wsd`, read by no other kind
+    final   share of the peak that the decay ends at; `constant` has no decay
+    """
+
+    kind: str = "cosine"
+    warmup: float = 0.03
+    decay: float = 0.2
+    final: float = 0.1
+
+    def rate(self, index: int, peak: float, updates: int) -> float:
+        """Learning rate of applied update `index` of a run of `updates`."""
+        return learning_rate(
+            index,
+            kind=self.kind,
+            peak=peak,
+            warmup=self.warmup,
+            decay=self.decay,
+            final=self.final,
+            updates=updates,
+        )
+
+    def curve(self, peak: float, updates: int) -> list[float]:
+        """Every rate of the run, for plans and pictures."""
+        raise_problems(schedule_problems(self, updates))
+        return [self.rate(index, peak, updates) for index in range(updates)]
+
+
+def as_updates(length: float, updates: int) -> int:
+    """A length in updates: below 1 it is a share of the run, rounded half up."""
+    return math.floor(length * updates + 0.5) if length < 1 else int(length)
+
+
+def learning_rate(
+    index: int,
+    *,
+    kind: str,
+    peak: float,
+    warmup: float,
+    decay: float,
+    final: float,
+    updates: int,
+) -> float:
+    """Learning rate of applied update `index`; see `Schedule` for the arguments.
+
+    >>> shape = dict(kind="linear", peak=1.0, warmup=2, decay=0, final=0.0, updates=6)
+    >>> [round(learning_rate(i, **shape), 3) for i in range(7)]
+    [0.5, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0]
+    """
+    warmup_updates = as_updates(warmup, updates)
+    if index < warmup_updates:
+        return peak * ((index + 1) / warmup_updates)
+    if kind == "constant":
+        return peak
+    last_at_peak = max(warmup_updates - 1, 0)
+    if kind == "wsd":
+        last_at_peak = max(last_at_peak, updates - as_updates(decay, updates) - 1)
+    progress = (index - last_at_peak) / (updates - last_at_peak)
+    progress = min(max(progress, 0.0), 1.0)
+    if kind == "cosine":
+        share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    elif kind in ("linear", "wsd"):
+        share = 1.0 - progress
+    else:
+        raise RecipeError(Problem("schedule.kind", "one of " + ", ".join(KINDS), kind))
+    return peak * (final + (1.0 - final) * share)
+
+
+def schedule_problems(schedule: Schedule, updates: int) -> list[Problem]:
+    """Everything that is wrong with a schedule for a run of `updates`."""
+    problems = []
+    if schedule.kind not in KINDS:
+        expected = "one of " + ", ".join(KINDS)
+        problems.append(Problem("schedule.kind", expected, schedule.kind))
+    lengths = {"warmup": schedule.warmup, "decay": schedule.decay}
+    for name, length in lengths.items():
+        where = f"schedule.{name}"
+        if not is_number(length) or length < 0:
+            expected = "a share of the run below 1, or a whole number of updates"
+            problems.append(Problem(where, expected, length))
+        elif length >= 1 and length != int(length):
+            problems.append(Problem(where, "a whole number of updates from 1 on", length))
+    if not is_number(schedule.final) or not 0 <= schedule.final <= 1:
+        problems.append(Problem("schedule.final", "a share of the peak, 0 to 1", schedule.final))
+    if problems:
+        return problems
+    warmup = as_updates(schedule.warmup, updates)
+    if warmup > updates:
+        expected = f"no more than the {updates} updates of the run"
+        return [Problem("schedule.warmup", expected, schedule.warmup)]
+    decay = as_updates(schedule.decay, updates)
+    if schedule.kind == "wsd" and warmup + decay > updates:
+        expected = f"warmup and decay together within the {updates} updates of the run"
+        return [Problem("schedule.decay", expected, f"{warmup} + {decay} updates")]
+    return []
+
+
+def is_number(value: object) -> bool:
+    """A finite int or float; True and False are no numbers here."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def raise_problems(problems: list[Problem]) -> None:
+    """Raise RecipeError with all of `problems`, if there are any."""
+    if problems:
+        raise RecipeError(problems)

@@ -1,0 +1,108 @@
+"""What the engine is told; every value is checked before anything is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lehr.errors import Problem
+from lehr.training.optimizers import OptimizerSettings, optimizer_problems
+from lehr.training.schedules import Schedule, is_number, raise_problems, schedule_problems
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of one run of the engine; nothing is `auto` any more.
+
+    updates           applied updates; a skipped one is not counted
+    learning_rate     peak of the schedule
+    clip              largest gradient norm (L2 over all trained tensors), None = no clipping
+    precision         fp32 | bf16; a model with its own `compute_dtype` has settled it already,
+                      any other module runs under autocast for bf16
+    micro_batch       packs per backward: changes memory and speed, never the update
+    evaluate_every    updates between two evaluations; None = only after the last
+    checkpoint_every  updates between two checkpoints; None = a tenth of the run
+    checkpoints_kept  newest ones kept, besides the best
+    early_stop        evaluations without improvement before the run stops; None = never
+    promote           last | best: which weights the model holds when the run is done
+    nonfinite_limit   non-finite attempts in a row before the run is given up
+    stage             name written into each line of metrics.jsonl
+    """
+
+    updates: int
+    learning_rate: float
+    schedule: Schedule = field(default_factory=Schedule)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    clip: float | None = 1.0
+    precision: str = "fp32"
+    micro_batch: int = 1
+    evaluate_every: int | None = None
+    checkpoint_every: int | None = None
+    checkpoints_kept: int = 2
+    early_stop: int | None = None
+    promote: str = "last"
+    nonfinite_limit: int = 3
+    stage: str = ""
+
+    @property
+    def checkpoint_interval(self) -> int:
+        """Updates between two checkpoints."""
+        if self.checkpoint_every is not None:
+            return self.checkpoint_every
+        return max(1, round(self.updates / 10))
+
+    def rate(self, index: int) -> float:
+        """Learning rate of applied update `index`, from 0."""
+        return self.schedule.rate(index, self.learning_rate, self.updates)
+
+    def problems(self, has_evaluation: bool = True) -> list[Problem]:
+        """Everything that is wrong with these values."""
+        problems = []
+        if not is_number(self.learning_rate) or self.learning_rate <= 0:
+            expected = "a finite number above 0"
+            problems.append(Problem("learning_rate", expected, self.learning_rate))
+        if self.clip is not None and (not is_number(self.clip) or self.clip <= 0):
+            expected = "a finite number above 0, or null for no clipping"
+            problems.append(Problem("clip", expected, self.clip))
+        for name, optional in _COUNTS.items():
+            value = getattr(self, name)
+            if not (optional and value is None) and not _is_count(value):
+                problems.append(Problem(name, "a whole number, at least 1", value))
+        if self.precision not in ("fp32", "bf16"):
+            problems.append(Problem("precision", "fp32 or bf16", self.precision))
+        if self.promote not in ("last", "best"):
+            problems.append(Problem("promote", "last or best", self.promote))
+        if not has_evaluation:
+            unmet = {
+                "promote": self.promote == "best",
+                "early_stop": self.early_stop is not None,
+                "evaluate_every": self.evaluate_every is not None,
+            }
+            expected = "something to evaluate: held-out data for this stage"
+            problems += [
+                Problem(name, expected, getattr(self, name))
+                for name, asked in unmet.items()
+                if asked
+            ]
+        problems += optimizer_problems(self.optimizer)
+        if _is_count(self.updates):
+            problems += schedule_problems(self.schedule, self.updates)
+        return problems
+
+    def check(self, has_evaluation: bool = True) -> None:
+        """Raise RecipeError with all problems, if there are any."""
+        raise_problems(self.problems(has_evaluation))
+
+
+_COUNTS = {  # name -> may be None
+    "updates": False,
+    "micro_batch": False,
+    "evaluate_every": True,
+    "checkpoint_every": True,
+    "checkpoints_kept": False,
+    "early_stop": True,
+    "nonfinite_limit": False,
+}
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,167 @@
+"""Everything that a resume needs, as tensors and JSON: weights, buffers, moments."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lehr import ranks
+from lehr.errors import Problem, RecipeError
+from lehr.training.checkpoint import Checkpoint
+from lehr.training.settings import EngineSettings
+
+_PACKAGES = ("lehr", "torch", "transformers", "safetensors")
+
+
+@runtime_checkable
+class NamesItsTrained(Protocol):
+    """A model that names its own trained tensors, as lehr's LanguageModel does."""
+
+    def trained(self) -> dict[str, Parameter]: ...
+
+
+def trained_parameters(model: nn.Module) -> dict[str, Parameter]:
+    """What is trained, by stable name. Raises RecipeError for none, or for a narrow type."""
+    if isinstance(model, NamesItsTrained):
+        trained = dict(model.trained())
+    else:
+        trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    if not trained:
+        raise RecipeError(Problem("model", "at least one tensor that is trained"))
+    problems = [
+        Problem(name, "fp32 for a trained tensor: small updates vanish in less", str(value.dtype))
+        for name, value in trained.items()
+        if value.dtype not in (torch.float32, torch.float64)
+    ]
+    if problems:
+        raise RecipeError(problems)
+    return trained
+
+
+def running_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that a forward pass may change (running statistics), by name.
+
+    A model that names its trained tensors answers for its buffers: they are constants.
+    """
+    if isinstance(model, NamesItsTrained):
+        return {}
+    saved = model.state_dict()
+    return {name: value for name, value in model.named_buffers() if name in saved}
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of all tensors."""
+    return {name: value.detach().clone() for name, value in tensors.items()}
+
+
+def put_back(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], where: str) -> None:
+    """Copy `values` into `targets` in place. Raises RecipeError where names or shapes differ."""
+    shapes = {name: tuple(value.shape) for name, value in targets.items()}
+    stored = {name: tuple(value.shape) for name, value in values.items()}
+    if shapes != stored:
+        differ = sorted(
+            name for name in shapes.keys() | stored.keys() if shapes.get(name) != stored.get(name)
+        )
+        first = differ[0]
+        expected = f"{first} with shape {shapes.get(first)}: the model in training is another one"
+        raise RecipeError(Problem(where, expected, stored.get(first)))
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(values[name])
+
+
+def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state as tensors named `<state>/<parameter>`."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in _named(optimizer).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{key}/{name}"] = torch.as_tensor(value)
+    return tensors
+
+
+def load_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Restore what `optimizer_tensors` gave, bit for bit."""
+    optimizer.state.clear()
+    parameters = _named(optimizer)
+    for name, tensor in tensors.items():
+        key, _, of = name.partition("/")
+        if of not in parameters:
+            raise RecipeError(Problem("optimizer state", f"no entry for the unknown tensor {of}"))
+        parameter = parameters[of]
+        # Step counts stay where the optimizer keeps them: on the CPU unless it is fused there.
+        home = parameter.device if tensor.ndim or parameter.device.type == "cuda" else "cpu"
+        optimizer.state[parameter][key] = tensor.to(home)
+
+
+def _named(optimizer: Optimizer) -> dict[str, Parameter]:
+    return {
+        name: parameter
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["names"], group["params"], strict=True)
+    }
+
+
+def environment(trained: Mapping[str, Parameter]) -> dict[str, Any]:
+    """What the bits of an update depend on besides the recipe."""
+    return {
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "machine": platform.machine(),
+        "device": str(next(iter(trained.values())).device),
+        "ranks": ranks.world_size(),
+        "versions": {package: _version(package) for package in _PACKAGES},
+    }
+
+
+def numeric_settings(settings: EngineSettings) -> dict[str, Any]:
+    """The settings that change numbers."""
+    values = asdict(settings)
+    for name in ("checkpoint_every", "checkpoints_kept", "nonfinite_limit", "stage"):
+        del values[name]
+    return values
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> list[str]:
+    """Each value that differs, as `name was x, is y`.
+
+    >>> differences({"threads": 2}, {"threads": 4})
+    ['threads was 2, is 4']
+    """
+    found = []
+    for name in sorted(then.keys() | now.keys()):
+        before, after = then.get(name), now.get(name)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            found += differences(before, after, f"{path}{name}.")
+        elif _plain(before) != _plain(after):
+            found.append(f"{path}{name} was {before}, is {after}")
+    return found
+
+
+def tensors_of(checkpoint: Checkpoint, file: str, prefix: str) -> dict[str, Tensor]:
+    """The tensors of a checkpoint's file whose name begins with `prefix`, without it."""
+    return {
+        name.removeprefix(prefix): value
+        for name, value in checkpoint.tensors(file).items()
+        if name.startswith(prefix)
+    }
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+@functools.cache  # reading a package's metadata takes milliseconds
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

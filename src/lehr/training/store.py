@@ -1,0 +1,201 @@
+"""Saving and restoring a run: weights, buffers, moments, data position, progress.
+
+Holds the promise of bit-exact resume, and withdraws it visibly where it cannot be kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lehr import ranks
+from lehr.data.shapes import Pack
+from lehr.errors import LehrError, Problem
+from lehr.training import checkpoint, events
+from lehr.training.metrics import MetricsFile
+from lehr.training.progress import Progress
+from lehr.training.resources import disk_errors, require_disk
+from lehr.training.settings import EngineSettings
+from lehr.training.state import (
+    differences,
+    environment,
+    load_optimizer,
+    numeric_settings,
+    optimizer_tensors,
+    put_back,
+    tensors_of,
+)
+
+_MOMENTS = {"adamw": 2, "sgd": 0}
+
+
+class Batches(Protocol):
+    """The engine's source of data; it never ends.
+
+    next   the packs of the next update (this rank's part)
+    state  a small JSON value: where the source stands; asked for before every update
+    load   go to such a place
+    epoch  passes over the data so far, as a fraction
+    """
+
+    @property
+    def epoch(self) -> float: ...
+    def next(self) -> list[Pack]: ...
+    def state(self) -> Any: ...
+    def load(self, state: Any) -> None: ...
+
+
+class Store:
+    """The checkpoints of one run, in `folder`/checkpoints."""
+
+    def __init__(
+        self,
+        folder: Path,
+        key: str,
+        settings: EngineSettings,
+        trained: Mapping[str, Parameter],
+        buffers: Mapping[str, Tensor],
+        optimizer: Optimizer,
+        emit: Callable[[events.Event], None],
+    ) -> None:
+        self.root = folder / "checkpoints"
+        self.saved_update = 0
+        self._key, self._settings, self._emit = key, settings, emit
+        self._trained, self._buffers, self._optimizer = trained, buffers, optimizer
+        self._damaged: set[Path] = set()
+
+    def resume(self, progress: Progress, batches: Batches, metrics: MetricsFile) -> None:
+        """Go to the newest whole checkpoint, or to the start; cut metrics.jsonl to fit.
+
+        Raises RecipeError where another run's checkpoints are in the way or a checkpoint
+        holds a pickle, OutOfResources where the disk has no room for the new ones.
+        """
+        checkpoint.refuse_collisions(self.root, self._key, self._settings.updates)
+        if ranks.is_main():
+            checkpoint.clean(self.root)
+        ranks.barrier()
+        found = checkpoint.newest(self.root, self._key)
+        for skipped in found.skipped:
+            self._emit(events.CheckpointSkipped(skipped.path, skipped.reason))
+        self._damaged = {skipped.path for skipped in found.skipped if not skipped.foreign}
+        if found.checkpoint is not None:
+            self._load(found.checkpoint, progress, batches)
+        kept, removed = metrics.cut(progress.attempt) if ranks.is_main() else (0, 0)
+        ranks.barrier()
+        self._require_room(fresh=found.checkpoint is None)
+        if found.checkpoint is None:
+            return
+        self._emit(events.ResumedFrom(progress.update, found.checkpoint.path, removed))
+        reasons = self._reasons_for_doubt(found.checkpoint)
+        if ranks.is_main() and kept < progress.attempt:
+            lost = progress.attempt - kept
+            reasons.append(f"metrics.jsonl lost {lost} line(s) from before the checkpoint")
+        if reasons:
+            self._emit(events.ResumeInexact(tuple(reasons)))
+
+    def save(self, progress: Progress, batches_state: Any) -> None:
+        """Write a checkpoint unless this update has one, then delete the superseded ones."""
+        if progress.update == self.saved_update:
+            return
+        path, removed = checkpoint.folder_of(self.root, progress.update), []
+        if ranks.is_main():
+            path = checkpoint.save(
+                self.root,
+                progress.update,
+                self._files(),
+                self._state(progress, batches_state),
+                self._key,
+            )
+            self._damaged.discard(path)
+            removed = checkpoint.rotate(
+                self.root,
+                self._key,
+                progress.update,
+                self._settings.checkpoints_kept,
+                self._damaged,
+            )
+        ranks.barrier()
+        self.saved_update = progress.update
+        self._emit(events.CheckpointWritten(progress.update, path, tuple(removed)))
+
+    def load_weights(self, update: int) -> None:
+        """Put back weights and buffers of an earlier update; the moments stay."""
+        path = checkpoint.folder_of(self.root, update)
+        try:
+            _, found = checkpoint.read(path)
+        except checkpoint.DamagedCheckpointError as error:
+            expected = f"the whole checkpoint of the best update: {error}"
+            raise LehrError(Problem(str(path), expected)) from error
+        self._load_weights(found)
+
+    def known_bad(self) -> frozenset[int]:
+        """Attempts at which this run diverged before: they are passed over."""
+        try:
+            content = json.loads(self._diverged.read_text(encoding="utf-8"))
+            return frozenset(content["attempts"]) if content["key"] == self._key else frozenset()
+        except (OSError, ValueError, KeyError, TypeError):
+            return frozenset()
+
+    def note_diverged(self, attempts: set[int]) -> None:
+        """Remember attempts, so that the same command goes on past the bad batches."""
+        if not ranks.is_main():
+            return
+        content = {"key": self._key, "attempts": sorted(attempts | self.known_bad())}
+        with disk_errors(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            aside = self._diverged.with_suffix(".tmp")
+            aside.write_text(json.dumps(content), encoding="utf-8")
+            aside.replace(self._diverged)
+
+    @property
+    def _diverged(self) -> Path:
+        return self.root / "diverged.json"
+
+    def _files(self) -> dict[str, dict[str, Tensor]]:
+        weights: dict[str, Tensor] = {}
+        weights |= {f"parameter.{name}": value for name, value in self._trained.items()}
+        weights |= {f"buffer.{name}": value for name, value in self._buffers.items()}
+        return {"weights": weights, "optimizer": optimizer_tensors(self._optimizer)}
+
+    def _state(self, progress: Progress, batches_state: Any) -> dict[str, Any]:
+        return {
+            "progress": progress.state(),
+            "best_update": progress.best_update if self._settings.promote == "best" else None,
+            "batches": batches_state,
+            "environment": environment(self._trained),
+            "settings": numeric_settings(self._settings),
+        }
+
+    def _load(self, found: checkpoint.Checkpoint, progress: Progress, batches: Batches) -> None:
+        self._load_weights(found)
+        load_optimizer(self._optimizer, found.tensors("optimizer"))
+        progress.load(found.state["progress"])
+        batches.load(found.state["batches"])
+        self.saved_update = progress.update
+
+    def _load_weights(self, found: checkpoint.Checkpoint) -> None:
+        where = str(found.path)
+        put_back(self._trained, tensors_of(found, "weights", "parameter."), where)
+        put_back(self._buffers, tensors_of(found, "weights", "buffer."), where)
+
+    def _reasons_for_doubt(self, found: checkpoint.Checkpoint) -> list[str]:
+        now = {
+            **environment(self._trained),
+            "settings": numeric_settings(self._settings),
+        }
+        then = {**found.state["environment"], "settings": found.state["settings"]}
+        return differences(then, now)
+
+    def _require_room(self, fresh: bool) -> None:
+        """Room for the checkpoints to come: said before the first update, not after hours."""
+        weights = sum(value.nbytes for value in self._trained.values())
+        each = weights * (1 + _MOMENTS[self._settings.optimizer.kind]) + (1 << 20)
+        best = 1 if self._settings.promote == "best" else 0
+        count = self._settings.checkpoints_kept + 1 + best if fresh else 1
+        require_disk(self.root, each * count, what=f"{count} checkpoint(s)")
