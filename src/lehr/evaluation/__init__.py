@@ -1,0 +1,1 @@
+"""Suites, statistics and gates: what validation loss cannot tell, with intervals."""

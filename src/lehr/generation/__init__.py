@@ -1,0 +1,1 @@
+"""Decoding with an own loop: cached, batched, reproducible."""
