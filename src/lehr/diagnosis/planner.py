@@ -1,0 +1,177 @@
+"""What a stage will need before it runs: bytes by component, operations, seconds.
+
+Only live tensors are forecast. What the process shows in `top` is that, plus the
+interpreter and libraries (`RUNTIME_BYTES`), plus what the allocator keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lehr.models.head import chunk_rows
+
+RUNTIME_BYTES = 450 * 2**20  # interpreter, torch and transformers loaded, nothing computed
+EFFICIENCY = 0.55  # of the measured product rate: norms, attention, adapters, loss, optimizer
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a decoder that decide its cost."""
+
+    layers: int
+    width: int  # d
+    inner: int  # f, of the MLP
+    query: int  # heads x head size
+    key_value: int  # key/value heads x head size
+
+    @classmethod
+    def of(cls, config: Any) -> Shape:
+        """From a transformers config or a mapping with the same names.
+
+        Raises ValueError naming the first size that is missing.
+        """
+        width = _size(config, "hidden_size", "n_embd", "d_model")
+        heads = _size(config, "num_attention_heads", "n_head")
+        head = _size(config, "head_dim", default=width // heads)
+        return cls(
+            layers=_size(config, "num_hidden_layers", "n_layer"),
+            width=width,
+            inner=_size(config, "intermediate_size", "n_inner", default=4 * width),
+            query=heads * head,
+            key_value=_size(config, "num_key_value_heads", default=heads) * head,
+        )
+
+    @property
+    def products(self) -> int:
+        """Weights that a token is multiplied with in the layers (without head and embedding)."""
+        attention = self.width * (2 * self.query + 2 * self.key_value)
+        return self.layers * (attention + 3 * self.width * self.inner)
+
+
+def _size(config: Any, *names: str, default: int | None = None) -> int:
+    for name in names:
+        value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        if value is not None:
+            return int(value)
+    if default is None:
+        raise ValueError(f"the model's config has no {names[0]}: its cost cannot be forecast")
+    return default
+
+
+def activation_bytes_per_token(shape: Shape, precision: str, all_weights: bool) -> int:
+    """Bytes that one token leaves for the backward pass, all layers.
+
+    A layer keeps, in compute precision of b bytes: the two normed inputs (2 d), queries, keys,
+    values and the attention's answer (2 q + 2 k), the gate before and after its nonlinearity,
+    the other branch and their product (4 f). Each norm keeps its input in fp32 (2 x 4 d); with
+    trained norms its output before scaling as well (2 b d).
+    """
+    b = _bytes(precision)
+    kept = 2 * shape.width + 2 * shape.query + 2 * shape.key_value + 4 * shape.inner
+    norms = 2 * 4 * shape.width + (2 * b * shape.width if all_weights else 0)
+    return shape.layers * (b * kept + norms)
+
+
+def forecast(
+    config: Any,
+    parameters: int,
+    trained_parameters: int,
+    precision: str,
+    pack_tokens: int,
+    micro_batch: int,
+    vocabulary: int,
+    recompute: str = "none",
+    head_chunk: int | None = None,
+) -> dict[str, int]:
+    """Live bytes of a training stage by component, and their sum as "peak".
+
+    config             transformers config or mapping
+    parameters         of the base model
+    trained_parameters of the adapter; or as many as `parameters`: then all weights train
+    pack_tokens        tokens of one pack; micro_batch packs are computed at once
+    recompute          none | full: with full only each layer's input is kept, plus one layer
+    head_chunk         predicted positions whose logits exist at once (default: the head's own)
+
+    Trained tensors are fp32 (4 bytes, gradient 4, AdamW's two moments 8); frozen weights are in
+    compute precision. All weights in bf16 also keep a cast copy for the backward pass.
+    Raises ValueError on sizes that make no sense.
+    """
+    if min(parameters, pack_tokens, micro_batch, vocabulary) < 1:
+        raise ValueError("parameters, pack_tokens, micro_batch and vocabulary must be positive")
+    if trained_parameters < 0:
+        raise ValueError("trained_parameters must not be negative")
+    if recompute not in {"none", "full"}:
+        raise ValueError(f"recompute is none or full, not {recompute!r}")
+    shape = Shape.of(config)
+    b = _bytes(precision)
+    all_weights = trained_parameters >= parameters
+    tokens = pack_tokens * micro_batch
+    per_token = activation_bytes_per_token(shape, precision, all_weights)
+    if recompute == "full":
+        inputs = shape.layers * shape.width * b
+        per_token = inputs + per_token // shape.layers
+    rows = min(chunk_rows(vocabulary, head_chunk), tokens)
+    components = {
+        "weights": parameters * ((4 if b == 4 else 4 + b) if all_weights else b),
+        "adapters": 0 if all_weights else trained_parameters * 4,
+        "gradients": trained_parameters * 4,
+        "optimizer": trained_parameters * 8,
+        "activations": tokens * per_token,
+        # Logits as the product gives them, in fp32, and their gradient.
+        "head": rows * vocabulary * (b + 8),
+    }
+    return {**components, "peak": sum(components.values())}
+
+
+def resident_bytes(components: Mapping[str, int]) -> int:
+    """What the process will show as resident, roughly: live bytes and the libraries."""
+    return components["peak"] + RUNTIME_BYTES
+
+
+def operations_per_update(
+    config: Any,
+    *,
+    tokens: int,
+    supervised_tokens: int,
+    vocabulary: int,
+    all_weights: bool,
+    segment_tokens: int = 0,
+    recompute: str = "none",
+) -> float:
+    """Floating-point operations of one update over `tokens` tokens.
+
+    A weight costs 2 operations a token forward, 2 backward for the input's gradient, and 2 more
+    for its own gradient where it is trained: 4 with a frozen base, 6 with all weights, plus 2 with
+    full recompute. The head sees supervised positions only, and computes each chunk twice.
+    Attention over segments of `segment_tokens`: 2 t q a token and layer forward, 2.5 times that
+    backward.
+    """
+    shape = Shape.of(config)
+    passes = (6.0 if all_weights else 4.0) + (2.0 if recompute == "full" else 0.0)
+    layers = passes * shape.products * tokens
+    head = (8.0 if all_weights else 6.0) * shape.width * vocabulary * supervised_tokens
+    repeats = 3.5 + (1.0 if recompute == "full" else 0.0)
+    attention = repeats * 2.0 * segment_tokens * shape.query * shape.layers * tokens
+    return layers + head + attention
+
+
+def seconds_per_update(
+    operations: float, gemm_gflops: float, efficiency: float = EFFICIENCY
+) -> float:
+    """Seconds of one update from its operations and the measured product rate.
+
+    >>> round(seconds_per_update(1.1e12, 100.0, 0.55), 3)
+    20.0
+    """
+    if gemm_gflops <= 0 or not 0 < efficiency <= 1:
+        raise ValueError("the product rate must be positive, the efficiency in (0, 1]")
+    return operations / (gemm_gflops * 1e9 * efficiency)
+
+
+def _bytes(precision: str) -> int:
+    sizes = {"fp32": 4, "bf16": 2, "fp16": 2}
+    if precision not in sizes:
+        raise ValueError(f"precision is fp32 or bf16, not {precision!r}")
+    return sizes[precision]

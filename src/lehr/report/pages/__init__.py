@@ -1,0 +1,1 @@
+"""The documentation pages that `lehr explain` prints (package data)."""

@@ -1,0 +1,1 @@
+"""Templates and style sheet of the HTML report (package data)."""

@@ -1,0 +1,146 @@
+"""The forecast of memory and time, against closed forms and against what autograd keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lehr.diagnosis.planner import (
+    Shape,
+    activation_bytes_per_token,
+    forecast,
+    operations_per_update,
+    resident_bytes,
+    seconds_per_update,
+)
+
+CONFIG = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def plan(trained: int, **changes: object) -> dict[str, int]:
+    values: dict[str, object] = {
+        "config": CONFIG,
+        "parameters": 1_000_000,
+        "trained_parameters": trained,
+        "precision": "fp32",
+        "pack_tokens": 128,
+        "micro_batch": 2,
+        "vocabulary": 500,
+        **changes,
+    }
+    return forecast(**values)  # type: ignore[arg-type]
+
+
+def test_shape_reads_names_and_defaults() -> None:
+    shape = Shape.of(CONFIG)
+    assert (shape.layers, shape.width, shape.inner, shape.query, shape.key_value) == (
+        3,
+        64,
+        160,
+        64,
+        32,
+    )
+    gpt = Shape.of({"n_embd": 8, "n_layer": 1, "n_head": 2})
+    assert (gpt.inner, gpt.key_value) == (32, 8)
+    with pytest.raises(ValueError, match="num_attention_heads"):
+        Shape.of({"hidden_size": 4})
+
+
+def test_products_are_the_weights_of_the_layers() -> None:
+    config = LlamaConfig(**CONFIG, vocab_size=50)
+    model = LlamaForCausalLM(config)
+    linear = [
+        module.weight.numel()
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    ]
+    assert Shape.of(config).products == sum(linear)
+
+
+def test_components_in_closed_form() -> None:
+    lora = plan(10_000)
+    assert lora["weights"] == 4_000_000 and lora["adapters"] == 40_000
+    assert lora["gradients"] == 40_000 and lora["optimizer"] == 80_000
+    assert lora["peak"] == sum(value for name, value in lora.items() if name != "peak")
+    everything = plan(1_000_000)
+    assert everything["adapters"] == 0 and everything["optimizer"] == 8_000_000
+    assert plan(10_000, precision="bf16")["weights"] == 2_000_000
+    assert plan(1_000_000, precision="bf16")["weights"] == 6_000_000
+    assert plan(10_000, head_chunk=16)["head"] == 16 * 500 * 12
+    assert resident_bytes(lora) > lora["peak"]
+
+
+def test_grows_with_the_right_things() -> None:
+    assert plan(0, micro_batch=4)["activations"] == 2 * plan(0)["activations"]
+    assert plan(0, pack_tokens=256)["activations"] == 2 * plan(0)["activations"]
+    assert plan(0, recompute="full")["activations"] < plan(0)["activations"]
+    assert plan(0, precision="bf16")["activations"] < plan(0)["activations"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"pack_tokens": 0}, {"micro_batch": -1}, {"precision": "fp64"}, {"recompute": "some"}],
+)
+def test_refuses_what_makes_no_sense(changes: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        plan(0, **changes)
+    with pytest.raises(ValueError):
+        plan(-1)
+
+
+@pytest.mark.parametrize("key_value", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_match_what_autograd_keeps(key_value: int, dtype: torch.dtype) -> None:
+    """Within 10 % of the bytes of all tensors saved for the backward pass of a real layer stack."""
+    config = LlamaConfig(**{**CONFIG, "num_key_value_heads": key_value}, vocab_size=50)
+    model = LlamaForCausalLM(config).to(dtype)
+    own = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
+    kept: dict[int, int] = {}
+    tokens = 96
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model.model(torch.arange(tokens)[None] % 50).last_hidden_state
+    assert hidden.requires_grad
+    precision = "fp32" if dtype == torch.float32 else "bf16"
+    forecast_bytes = activation_bytes_per_token(Shape.of(config), precision, True)
+    measured = sum(kept.values()) / tokens
+    assert forecast_bytes == pytest.approx(measured, rel=0.10)
+
+
+def operations(all_weights: bool, **changes: object) -> float:
+    values: dict[str, object] = {
+        "tokens": 100,
+        "supervised_tokens": 10,
+        "vocabulary": 500,
+        "all_weights": all_weights,
+        **changes,
+    }
+    return operations_per_update(CONFIG, **values)  # type: ignore[arg-type]
+
+
+def test_operations_in_closed_form() -> None:
+    products = Shape.of(CONFIG).products
+    assert operations(True) == 6 * products * 100 + 8 * 64 * 500 * 10
+    assert operations(False) == 4 * products * 100 + 6 * 64 * 500 * 10
+    assert operations(True, recompute="full") - operations(True) == 2 * products * 100
+    assert operations(True, segment_tokens=50) - operations(True) == 3.5 * 2 * 50 * 64 * 3 * 100
+
+
+def test_seconds() -> None:
+    assert seconds_per_update(1e12, 100.0, 1.0) == pytest.approx(10.0)
+    for rate, efficiency in ((0.0, 0.5), (10.0, 0.0), (10.0, 1.5)):
+        with pytest.raises(ValueError):
+            seconds_per_update(1e12, rate, efficiency)
