@@ -1,0 +1,253 @@
+"""The command line: one thin function per verb; the only place that prints.
+
+Nothing heavy is imported before a verb runs, so that `lehr --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lehr.errors import LehrError, OutOfResources, Problem, RecipeError
+
+app = typer.Typer(
+    name="lehr",
+    help="make for post-training: from a language model to a checked assistant on one machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, prose on stderr.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="Change a key: --set stages.0.sft.epochs=2")
+]
+Out = Annotated[Path | None, typer.Option("--out", help="Folder of the run (else the recipe's).")]
+
+
+@app.command()
+def run(
+    recipe: Annotated[Path, typer.Argument(help="A recipe, for example examples/demo.yaml")],
+    overrides: Overrides = None,
+    out: Out = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Re-check hashes and exports of a finished run.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """The main job: all stages, gates, report. Resumes or reuses what is unchanged."""
+    from lehr.cli.verbs import run_verb
+
+    return run_verb(recipe, overrides or [], out, fresh=fresh, verify=verify, as_json=as_json)
+
+
+@app.command()
+def plan(
+    recipe: Annotated[list[Path], typer.Argument(help="A recipe, or data files with --model.")],
+    model: Annotated[str | None, typer.Option("--model", help="With data: the model.")] = None,
+    overrides: Overrides = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> int:
+    """Strategy, memory, time, masks, power of the gates; trains nothing.
+
+    With data files instead of a recipe it writes a commented recipe to start from.
+    """
+    from lehr.cli.verbs import plan_verb
+
+    return plan_verb(recipe, model, overrides or [], out, as_json=as_json)
+
+
+@app.command()
+def audit(
+    data: Annotated[list[Path], typer.Argument(help="Data files.")],
+    model: Annotated[
+        str | None, typer.Option("--model", help="Show exactly which tokens it would train.")
+    ] = None,
+    template: Annotated[str, typer.Option("--template", help="auto, chatml or a file.")] = "auto",
+    clean: Annotated[
+        Path | None, typer.Option("--clean", help="Write the rows without their faults here.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """What is wrong with the data, and exactly which tokens would be trained."""
+    from lehr.cli.verbs import audit_verb
+
+    return audit_verb(data, model, template, clean, as_json=as_json)
+
+
+@app.command()
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A model: name, folder, .gguf or a run's folder.")],
+    against: Annotated[str | None, typer.Option("--against", help="The base to compare.")] = None,
+    suites: Annotated[str | None, typer.Option("--suites", help="a,b (default: all)")] = None,
+    data: Annotated[
+        list[Path] | None, typer.Option("--data", help="Also measure the loss on these files.")
+    ] = None,
+    template: Annotated[str, typer.Option("--template", help="auto, chatml or a file.")] = "auto",
+    items: Annotated[int, typer.Option("--items", help="Items per suite at most.")] = 200,
+    as_json: Json = False,
+) -> int:
+    """Scores, paired differences, flips and gates of one model against another."""
+    from lehr.cli.verbs import evaluate_verb
+
+    names = [name.strip() for name in suites.split(",")] if suites else None
+    return evaluate_verb(model, against, names, data or [], template, items, as_json=as_json)
+
+
+@app.command()
+def export(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
+    to: Annotated[str, typer.Option("--to", help="adapter,merged (gguf comes later)")] = "merged",
+    as_json: Json = False,
+) -> int:
+    """Write the promoted model for other tools, with a parity check."""
+    from lehr.cli.verbs import export_verb
+
+    return export_verb(run_folder, [kind.strip() for kind in to.split(",")], as_json=as_json)
+
+
+@app.command()
+def chat(
+    model: Annotated[str, typer.Argument(help="A model, or the folder of a run.")],
+    against: Annotated[str | None, typer.Option("--against", help="Answer side by side.")] = None,
+    template: Annotated[str, typer.Option("--template", help="auto, chatml or a file.")] = "auto",
+    prompt: Annotated[str | None, typer.Option("--prompt", help="Answer once and end.")] = None,
+    tokens: Annotated[int, typer.Option("--tokens", help="Longest answer.")] = 200,
+) -> int:
+    """Talk to a model."""
+    from lehr.cli.verbs import chat_verb
+
+    return chat_verb(model, against, template, prompt, tokens)
+
+
+@app.command()
+def explain(
+    topic: Annotated[str | None, typer.Argument(help="Without one: the list.")] = None,
+) -> int:
+    """What a technique is, when it pays, when it fails, the number measured here."""
+    from lehr.cli.verbs import explain_verb
+
+    return explain_verb(topic)
+
+
+@app.command()
+def fetch(
+    name: Annotated[str | None, typer.Argument(help="Without one: the list.")] = None,
+) -> int:
+    """Get an example model, once."""
+    from lehr.cli.verbs import fetch_verb
+
+    return fetch_verb(name)
+
+
+@app.command()
+def demo(
+    out: Out = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over.")] = False,
+    as_json: Json = False,
+) -> int:
+    """The main job on a small synthetic world, from scratch, in minutes."""
+    from lehr.cli.verbs import demo_verb
+
+    return demo_verb(out, fresh=fresh, as_json=as_json)
+
+
+def _later(verb: str, what: str) -> None:
+    def command(
+        _arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    ) -> None:
+        raise RecipeError(
+            Problem(where=f"lehr {verb}", expected=f"{what} is not in this version of lehr")
+        )
+
+    command.__doc__ = f"({what}: not in this version.)"
+    app.command(
+        name=verb, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
+    )(command)
+
+
+_later("doctor", "The doctor of curves and machines")
+_later("serve", "The OpenAI-compatible endpoint")
+_later("lab", "The lab of experiments")
+
+
+def report_error(error: LehrError, as_json: bool) -> int:
+    """Print an error for people (stderr) or programs (stdout); return the exit status."""
+    if as_json:
+        print(json.dumps(error.as_json(), ensure_ascii=False))
+    if error.exit_status == 2 and len(error.problems) > 1:
+        print(f"{len(error.problems)} problems:", file=sys.stderr)
+    for problem in error.problems:
+        print(f"  {problem}", file=sys.stderr)
+    return error.exit_status
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of `lehr`; ends the process with the statuses of DESIGN §4.1."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    as_json = "--json" in arguments
+    status = _run(arguments, as_json)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(status)
+
+
+def _run(arguments: list[str], as_json: bool) -> int:
+    try:
+        result: Any = app(args=arguments, standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except LehrError as error:
+        return report_error(error, as_json)
+    except (KeyboardInterrupt, typer.Abort):
+        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    except MemoryError:
+        problem = Problem(where="memory", expected="more memory than this machine could give")
+        return report_error(OutOfResources(problem), as_json)
+    except BrokenPipeError:
+        return 0
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            problem = Problem(
+                where=str(error.filename or "disk"), expected="free space on the disk"
+            )
+            return report_error(OutOfResources(problem), as_json)
+        return _bug(error)
+    except typer.Exit as leave:
+        return int(leave.exit_code)
+    except Exception as error:
+        if hasattr(error, "format_message"):  # a usage error of the command line parser
+            return _usage(error, as_json)
+        return _bug(error)
+
+
+def _usage(error: Any, as_json: bool) -> int:
+    if as_json:
+        problem = Problem(where="command line", expected=error.format_message())
+        return report_error(RecipeError(problem), as_json)
+    error.show()
+    return RecipeError.exit_status
+
+
+def _bug(error: BaseException) -> int:
+    traceback.print_exception(error, file=sys.stderr)
+    print("\nThis is a bug in lehr: please report it with the lines above.", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    main()

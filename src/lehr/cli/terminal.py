@@ -1,0 +1,265 @@
+"""What a person sees of a run: a listener that draws events in 80 columns.
+
+On a terminal one status line is redrawn in place; piped, plain lines appear about
+ten times a stage. Everything goes to the stream that the verb chose.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import IO, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from lehr.pipeline.events import Event
+
+WIDTH = 80
+VERDICT_STYLE = {"passed": "green", "refused": "red", "undetermined": "yellow"}
+VERDICT_SIGN = {"passed": "✓", "refused": "✗", "undetermined": "?"}
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words of one unit or two: 42 s, 3 min, 1 h 20 min.
+
+    >>> duration(42), duration(200), duration(4800)
+    ('42 s', '3 min', '1 h 20 min')
+    """
+    if seconds < 90:
+        return f"{max(0, round(seconds))} s"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def one_line(text: str, limit: int) -> str:
+    """`text` on one line of at most `limit` characters.
+
+    >>> one_line("a\\nb  c", 4)
+    'a b…'
+    """
+    flat = " ".join(text.split())
+    return flat if len(flat) <= limit else flat[: limit - 1].rstrip() + "…"
+
+
+class Terminal:
+    """Draws the events of a run."""
+
+    def __init__(self, stream: IO[str], width: int | None = None) -> None:
+        self.console = Console(file=stream, highlight=False, soft_wrap=False)
+        found = self.console.width if self.console.is_terminal else WIDTH
+        self.console.width = width or max(40, min(found, 100))
+        self.live: Live | None = None
+        self.losses: deque[float] = deque(maxlen=40)
+        self.rates: deque[tuple[float, float]] = deque(maxlen=20)
+        self.printed_share = 0.0
+        self.updates = 0
+        self.started = time.monotonic()
+        self.draw: dict[str, Callable[[Event], None]] = {
+            "run_started": self._run_started,
+            "machine": self._machine,
+            "plan": self._plan,
+            "data": self._data,
+            "mask": self._mask,
+            "stage_started": self._stage_started,
+            "update": self._update,
+            "showcase": self._showcase,
+            "gates": self._gates,
+            "verdict": self._verdict,
+            "finished": self._finished,
+        }
+
+    def __call__(self, event: Event) -> None:
+        if event.kind not in ("update",):
+            self._stop_live()
+        draw = self.draw.get(event.kind)
+        if draw is not None:
+            draw(event)
+        elif event.text:
+            self.console.print(Text("  " + event.text, style="dim"))
+
+    def close(self) -> None:
+        self._stop_live()
+
+    # -- beginning ------------------------------------------------------------
+
+    def _run_started(self, event: Event) -> None:
+        self.console.print(Text(event.text, style="bold"))
+
+    def _machine(self, event: Event) -> None:
+        self.console.print(Text(event.text))
+
+    def _plan(self, event: Event) -> None:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        for column, side in (("stage", "left"), ("data", "left"), ("updates", "right")):
+            table.add_column(column, justify=side)  # type: ignore[arg-type]
+        table.add_column("about", justify="right")
+        for number, stage in enumerate(event.data["stages"], 1):
+            table.add_row(
+                f"{number} {stage['name']}",
+                escape(one_line(stage["data"], 40)),
+                f"{stage['updates']:,}",
+                "reused" if stage.get("reused") else duration(stage["seconds"]),
+            )
+        self.console.print()
+        self.console.print(table)
+
+    def _data(self, event: Event) -> None:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        table.add_column("data", justify="left")
+        for column in ("rows", "kept", "held out", "dropped", "tokens", "trained"):
+            table.add_column(column, justify="right")
+        reasons: list[str] = []
+        for source in event.data["sources"]:
+            dropped = source["dropped"]
+            table.add_row(
+                escape(source["name"]),
+                f"{source['rows']:,}",
+                f"{source['kept']:,}",
+                f"{source['heldout']:,}",
+                f"{sum(found['rows'] for found in dropped.values()):,}",
+                f"{source['tokens']:,}",
+                f"{source['supervised_tokens'] / max(1, source['tokens']):.0%}",
+            )
+            reasons += [
+                f"{source['name']}: {found['rows']} dropped, {reason} (first: {found['first']})"
+                for reason, found in dropped.items()
+            ]
+        self.console.print()
+        self.console.print(table)
+        for reason in reasons:
+            self.console.print(Text("  " + reason, style="yellow"))
+
+    def _mask(self, event: Event) -> None:
+        data = event.data
+        self.console.print()
+        self.console.print(
+            Text.assemble(("One conversation; ", "bold"), ("trained tokens are green", "green"))
+        )
+        self.console.print(mask_text(data["spans"]))
+        every = "yes" if data["every_end_token"] else "NO: answers would never learn to stop"
+        self.console.print(
+            f"supervised tokens {data['supervised_share']:.0%} · every end token: {every}"
+        )
+
+    # -- a stage --------------------------------------------------------------
+
+    def _stage_started(self, event: Event) -> None:
+        self.losses.clear()
+        self.rates.clear()
+        self.printed_share = 0.0
+        self.updates = event.data["updates"]
+        self.console.print()
+        self.console.print(Text(event.text, style="bold"))
+
+    def _update(self, event: Event) -> None:
+        row = event.data
+        if row.get("loss") is not None:
+            self.losses.append(row["loss"])
+        self.rates.append((row["tokens"], row["seconds"]))
+        share = min(1.0, row["update"] / max(1, self.updates))
+        line = self._status(row, share)
+        if self.console.is_terminal:
+            if self.live is None:
+                self.live = Live(console=self.console, transient=True, refresh_per_second=4)
+                self.live.start()
+            self.live.update(line)
+        elif share >= self.printed_share + 0.1 or share >= 1.0:
+            self.printed_share = share
+            self.console.print(line)
+
+    def _status(self, row: dict[str, Any], share: float) -> Text:
+        seconds = sum(spent for _, spent in self.rates)
+        rate = sum(tokens for tokens, _ in self.rates) / max(seconds, 1e-9)
+        left = max(0, self.updates - row["update"]) * seconds / max(1, len(self.rates))
+        health, style = self._health(row)
+        done = round(20 * share)
+        bar = "━" * done + "╌" * (20 - done)
+        return Text.assemble(
+            ("  " + bar + " ", "cyan"),
+            (health, style),
+            f", {rate:,.0f} tokens/s, {duration(left)} left",
+        )
+
+    def _health(self, row: dict[str, Any]) -> tuple[str, str]:
+        if row.get("skipped"):
+            return "update skipped: not finite", "red"
+        if len(self.losses) < 8:
+            return f"loss {self.losses[-1]:.2f}" if self.losses else "starting", ""
+        half = len(self.losses) // 2
+        values = list(self.losses)
+        before, after = sum(values[:half]) / half, sum(values[half:]) / (len(values) - half)
+        spread = max(1e-9, max(values) - min(values))
+        if after > before + 0.5 * spread:
+            return f"watch: loss {after:.2f} rising", "yellow"
+        word = "falling" if after < before - 0.05 * spread else "level"
+        return f"healthy: loss {after:.2f} {word}", "green"
+
+    def _showcase(self, event: Event) -> None:
+        self.console.print(Text("  " + event.text, style="dim"))
+        room = self.console.width - 4
+        for prompt in event.data["prompts"]:
+            question = one_line(prompt["prompt"], room // 2 - 2)
+            answer = one_line(prompt["answer"], room - len(question) - 5) or "(nothing)"
+            self.console.print(Text.assemble("    ", (question, "cyan"), " → ", answer))
+
+    def _gates(self, event: Event) -> None:
+        for gate in event.data["gates"]:
+            verdict = gate["verdict"]
+            line = Text.assemble(
+                ("  " + VERDICT_SIGN[verdict] + " ", VERDICT_STYLE[verdict]),
+                gate_sentence(gate),
+            )
+            self.console.print(line)
+
+    def _verdict(self, event: Event) -> None:
+        style = "bold green" if event.data["promoted"] else "bold red"
+        self.console.print(Text("  " + event.text, style=style))
+
+    def _finished(self, event: Event) -> None:
+        data = event.data
+        style = "bold green" if data["verdict"] == "promoted" else "bold yellow"
+        self.console.print()
+        self.console.print(Text(event.text, style=style))
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in data["next"]:
+            table.add_row(name, escape(value))
+        self.console.print(table)
+
+    def _stop_live(self) -> None:
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+
+
+def gate_sentence(gate: dict[str, Any]) -> str:
+    """One gate in one line: what moved, by how much, against which limit."""
+    scale, unit = (100.0, " points") if gate["unit"] == "share" else (1.0, f" {gate['unit']}")
+    if gate["difference"] is None:
+        return f"{gate['name']}: not measured"
+    digits = 0 if scale == 100 else 3
+    moved = f"{gate['difference'] * scale:+.{digits}f}{unit}"
+    interval = f"[{gate['low'] * scale:+.{digits}f}, {gate['high'] * scale:+.{digits}f}]"
+    limit = f", limit {gate['limit'] * scale:+.{digits}f}" if gate["kind"] == "protect" else ""
+    more = ""
+    if gate["verdict"] == "undetermined" and gate.get("n_to_decide"):
+        more = f", {gate['n_to_decide']:,} items would decide"
+    return f"{gate['name']} vs {gate['against']}: {moved} {interval}{limit}{more}"
+
+
+def mask_text(spans: list[dict[str, Any]]) -> Text:
+    """Spans of a conversation with the trained ones green."""
+    text = Text()
+    for span in spans:
+        style = "green" if span["supervised"] else "dim"
+        text.append(span["text"], style=style + (" bold" if span["control"] else ""))
+    text.rstrip()
+    return text

@@ -1,0 +1,291 @@
+"""The verbs: call the function, choose the streams, print the result, give the status."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lehr.cli.terminal import Terminal, duration, gate_sentence, mask_text, one_line
+from lehr.errors import GateRefused, Problem, RecipeError
+
+
+@contextmanager
+def terminal(as_json: bool) -> Iterator[Terminal]:
+    """A terminal on stdout, or on stderr where stdout belongs to the JSON object."""
+    drawn = Terminal(sys.stderr if as_json else sys.stdout)
+    try:
+        with _terminate_as_interrupt():
+            yield drawn
+    finally:
+        drawn.close()
+
+
+@contextmanager
+def _terminate_as_interrupt() -> Iterator[None]:
+    """TERM ends a verb like Ctrl-C does: files whole, status 130."""
+
+    def leave(_signal: int, _frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, leave)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def say_json(value: Any) -> None:
+    print(json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+def run_verb(
+    recipe_path: Path,
+    overrides: Sequence[str],
+    out: Path | None,
+    *,
+    fresh: bool,
+    verify: bool,
+    as_json: bool,
+) -> int:
+    from lehr.recipe.loading import load_recipe
+
+    recipe = load_recipe(recipe_path, overrides)
+    if verify:
+        return _verify(recipe, recipe_path, out, as_json)
+    from lehr.pipeline.run import run
+
+    with terminal(as_json) as drawn:
+        ledger = run(recipe, name=recipe_path.stem, out=out, fresh=fresh, listeners=[drawn])
+    if as_json:
+        say_json(ledger.data)
+    return 0 if ledger.verdict == "promoted" else GateRefused.exit_status
+
+
+def _verify(recipe: Any, recipe_path: Path, out: Path | None, as_json: bool) -> int:
+    from lehr.pipeline.folder import output_folder
+    from lehr.pipeline.verifying import verify
+
+    folder = output_folder(recipe.output, recipe_path.stem, out, recipe.folder)
+    with terminal(as_json) as drawn:
+        found = verify(recipe, folder, listeners=[drawn])
+    if as_json:
+        say_json(found)
+    else:
+        console = Console(highlight=False)
+        for check in found["checks"]:
+            sign = "[green]✓[/]" if check["ok"] else "[red]✗[/]"
+            console.print(f"  {sign} {check['name']}: {check['found']}")
+    return 0 if found["ok"] else GateRefused.exit_status
+
+
+def demo_verb(out: Path | None, *, fresh: bool, as_json: bool) -> int:
+    with resources.as_file(resources.files("lehr.cli") / "demo.yaml") as path:
+        target = out if out is not None else Path("runs/demo")
+        return run_verb(path, [], target, fresh=fresh, verify=False, as_json=as_json)
+
+
+def plan_verb(
+    paths: Sequence[Path],
+    model: str | None,
+    overrides: Sequence[str],
+    out: Path | None,
+    *,
+    as_json: bool,
+) -> int:
+    is_recipe = len(paths) == 1 and paths[0].suffix in (".yaml", ".yml")
+    if not is_recipe:
+        return _plan_data(paths, model, out, as_json)
+    from lehr.pipeline.plan import plan
+    from lehr.recipe.loading import load_recipe
+
+    recipe = load_recipe(paths[0], overrides)
+    with terminal(as_json) as drawn:
+        found = plan(recipe, name=paths[0].stem, out=out, listeners=[drawn])
+    if as_json:
+        say_json(found.as_json())
+        return 0
+    console = Console(highlight=False)
+    print_plan(console, found)
+    return 0
+
+
+def print_plan(console: Console, found: Any) -> None:
+    """Gates, memory, findings and where the strategy lies."""
+    from lehr.cli.pictures import schedule_picture
+
+    for stage in found.plan["stages"]:
+        console.print(f"\n[bold]{stage['folder']}[/] learning rate, {stage['updates']} updates")
+        console.print(schedule_picture(stage["curve"]))
+        peak = stage["memory"].get("peak", 0) / 2**30
+        console.print(
+            f"  memory {peak:.2f} GiB, about {duration(stage['seconds'])}, "
+            f"micro-batch {stage['micro_batch']} ({stage['micro_batch_why']})"
+        )
+    console.print("\n[bold]gates[/]")
+    for gate in found.plan["gates"]:
+        sign = "[green]can pass[/]" if gate["can_pass"] else "[red]cannot pass[/]"
+        console.print(f"  {gate['kind']} {gate['name']}: {sign}; {gate['note']}")
+    for line in found.plan["findings"]:
+        console.print(f"[yellow]  {line}[/]")
+    console.print(f"\nstrategy: {found.strategy_path}", soft_wrap=True)
+
+
+def _plan_data(paths: Sequence[Path], model: str | None, out: Path | None, as_json: bool) -> int:
+    from lehr.pipeline.drafting import draft_recipe
+
+    if model is None:
+        raise RecipeError(Problem("lehr plan", "one recipe (.yaml), or data files with --model"))
+    text, target = draft_recipe(paths, model, out)
+    if as_json:
+        say_json({"recipe": text, "path": str(target)})
+    else:
+        print(text)
+        print(f"# written to {target}; next: lehr plan {target}", file=sys.stderr)
+    return 0
+
+
+def audit_verb(
+    paths: Sequence[Path],
+    model: str | None,
+    template: str,
+    clean: Path | None,
+    *,
+    as_json: bool,
+) -> int:
+    from lehr.pipeline.auditing import audit
+
+    found = audit(paths, model=model, template=template, clean=clean)
+    if as_json:
+        say_json(found.as_json())
+        return 0
+    console = Console(highlight=False)
+    for source in found.sources:
+        console.print(
+            f"[bold]{source['name']}[/]: {source['rows']:,} rows, shape {source['shape']}, "
+            f"{source['kept']:,} usable"
+        )
+        for reason, entry in source["dropped"].items():
+            console.print(f"  [yellow]{entry['rows']:,} dropped[/]: {reason} ({entry['first']})")
+        for note in source["notes"]:
+            console.print(f"  {note}", style="dim")
+    for finding in found.findings:
+        places = ", ".join(finding["examples"][:3])
+        console.print(f"[yellow]{finding['kind']}[/]: {finding['sentence']} ({places})")
+    if not found.findings:
+        console.print("[green]nothing suspicious found[/]")
+    if found.mask_sample:
+        console.print("\n[bold]One conversation;[/] [green]trained tokens are green[/]")
+        console.print(mask_text(found.mask_sample))
+        every = "yes" if found.every_end_token else "NO"
+        console.print(
+            f"supervised tokens {found.supervised_share:.0%} of {found.tokens:,} · "
+            f"every end token: {every}"
+        )
+    if clean is not None:
+        console.print(f"clean rows: {clean}")
+    return 0
+
+
+def evaluate_verb(
+    model: str,
+    against: str | None,
+    suites: list[str] | None,
+    data: Sequence[Path],
+    template: str,
+    items: int,
+    *,
+    as_json: bool,
+) -> int:
+    from lehr.pipeline.comparing import evaluate
+
+    found = evaluate(model, suites, against=against, data=data, template=template, items=items)
+    if as_json:
+        say_json(found.as_json())
+    else:
+        console = Console(highlight=False)
+        for suite, measures in found.suites.items():
+            for measure, entry in measures.items():
+                console.print(f"  {suite}.{measure}: {measure_words(entry)}")
+        for gate in found.gates:
+            console.print(f"  {gate['verdict']}: {gate_sentence(gate)}")
+        for row in found.flips[:10]:
+            console.print(f"  {row['direction']}: {one_line(row['prompt'], 60)}", markup=False)
+    return 0 if found.verdict in ("passed", "measured") else GateRefused.exit_status
+
+
+def measure_words(entry: dict[str, Any]) -> str:
+    """A measured value with its interval and unit."""
+    scale, unit = (100.0, "%") if entry["unit"] == "share" else (1.0, f" {entry['unit']}")
+    digits = 1 if scale == 100.0 else 4
+    low, high = entry["low"], entry["high"]
+    interval = (
+        ""
+        if low is None or high is None
+        else f" [{low * scale:.{digits}f}, {high * scale:.{digits}f}]"
+    )
+    return f"{entry['value'] * scale:.{digits}f}{unit}{interval} (n = {entry['n']:,})"
+
+
+def export_verb(run_folder: Path, kinds: Sequence[str], *, as_json: bool) -> int:
+    from lehr.pipeline.reopening import export
+
+    with terminal(as_json) as drawn:
+        entries, gap = export(run_folder, kinds, listeners=[drawn])
+    if as_json:
+        say_json({"exports": entries, "gap": gap})
+    else:
+        for entry in entries:
+            print(f"  {entry['kind']}: {run_folder / entry['path']}")
+    if gap:
+        raise GateRefused(Problem(str(run_folder), f"an export that is what was trained ({gap})"))
+    return 0
+
+
+def chat_verb(
+    model: str, against: str | None, template: str, prompt: str | None, tokens: int
+) -> int:
+    from lehr.cli.conversation import converse
+
+    return converse(model, against, template, prompt, tokens)
+
+
+def explain_verb(topic: str | None) -> int:
+    from rich.markdown import Markdown
+
+    from lehr.report.explain import explain, topics
+
+    console = Console(highlight=False)
+    if topic is None:
+        for name, line in topics():
+            console.print(f"  [bold]{name:<22}[/] {line}")
+        return 0
+    text = explain(topic)
+    if console.is_terminal:
+        console.print(Markdown(text))
+    else:
+        print(text)
+    return 0
+
+
+def fetch_verb(name: str | None) -> int:
+    from lehr.models.fetch import KNOWN, fetch
+
+    if name is None:
+        for known in KNOWN:
+            print(known)
+        return 0
+    path = fetch(name, progress=lambda line: print(line, file=sys.stderr))
+    print(path)
+    return 0

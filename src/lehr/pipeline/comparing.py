@@ -1,0 +1,168 @@
+"""`lehr evaluate`: one model, or one against another: scores, paired differences, flips."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lehr.data.encoding import Encoder
+from lehr.data.sources import read_source
+from lehr.data.templates import Template
+from lehr.errors import Problem, RecipeError
+from lehr.evaluation.claims import FactClaims
+from lehr.evaluation.default_gates import plan_gates
+from lehr.evaluation.flips import flips
+from lehr.evaluation.forgetting import own_texts
+from lehr.evaluation.gates import decide
+from lehr.evaluation.heldout import HeldoutBits, HeldoutLoss, PairAccuracy
+from lehr.evaluation.judging import overall
+from lehr.evaluation.refusals import BenignRequests
+from lehr.evaluation.scoring import Scores
+from lehr.evaluation.suites import Suite, stamp_of
+from lehr.models.loading import load_model
+from lehr.models.tokenizer import stop_ids_of
+from lehr.pipeline.judging import common, interval_json
+from lehr.pipeline.reopening import model_of
+from lehr.pipeline.stage_run import strict
+
+NEUTRAL_DATE = "2000-01-01"  # for templates that print one: the same on every day
+
+
+@dataclass
+class Evaluation:
+    """Measures by suite; with a base also gates and flips. verdict: measured without a base."""
+
+    suites: dict[str, dict[str, dict[str, Any]]]
+    gates: list[dict[str, Any]] = field(default_factory=list)
+    flips: list[dict[str, Any]] = field(default_factory=list)
+    verdict: str = "measured"
+
+    def as_json(self) -> dict[str, Any]:
+        """The object of `lehr evaluate --json`."""
+        found: dict[str, Any] = strict(
+            {
+                "suites": self.suites,
+                "flips": self.flips,
+                "gates": self.gates,
+                "verdict": self.verdict,
+            }
+        )
+        return found
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{html.escape(suite)}.{html.escape(measure)}</td>"
+            f"<td>{entry['value']:.4g} {html.escape(entry['unit'])}</td></tr>"
+            for suite, measures in self.suites.items()
+            for measure, entry in measures.items()
+        )
+        return f"<p>{html.escape(self.verdict)}</p><table>{rows}</table>"
+
+
+def evaluate(
+    model: str,
+    suites: Sequence[str] | None = None,
+    against: str | None = None,
+    *,
+    data: Sequence[Path | str] = (),
+    template: str = "auto",
+    items: int = 200,
+) -> Evaluation:
+    """Score `model` (and `against`) on the same items.
+
+    suites  names; None: all that apply. data: files whose loss is measured too.
+    Raises RecipeError for models that cannot be loaded and suites that do not exist.
+    """
+    names = [model] if against is None else [against, model]
+    scores: list[dict[str, Scores]] = []
+    chosen: dict[str, Suite] = {}
+    for place, name in enumerate(names):
+        loaded = load_model(model_of(name), template=template)
+        loaded.eval()
+        encoder = encoder_of(loaded)
+        if place == 0:
+            chosen = _suites(loaded, encoder, data, suites)
+        scores.append(
+            {
+                suite.name: Scores(
+                    name,
+                    stamp_of(suite, encoder),
+                    tuple(suite.score(loaded, list(suite.items)[:items], encoder)),
+                )
+                for suite in chosen.values()
+            }
+        )
+        del loaded
+    result = Evaluation(_measures(chosen, scores[-1]))
+    if against is not None:
+        _compare(result, chosen, scores[0], scores[1])
+    return result
+
+
+def encoder_of(model: Any) -> Encoder:
+    """The encoder of a loaded model, with its own template."""
+    template = Template.from_tokenizer(model.tokenizer) if model.tokenizer.chat_template else None
+    return Encoder(
+        model.tokenizer, template, date=NEUTRAL_DATE, stop_ids=stop_ids_of(model.network)
+    )
+
+
+def _suites(
+    model: Any, encoder: Encoder, data: Sequence[Path | str], names: Sequence[str] | None
+) -> dict[str, Suite]:
+    found: dict[str, Suite] = {}
+    for path in [Path(one) for one in data]:
+        rows = read_source(path.stem, [path])
+        kind = rows.examples[0].kind
+        if kind == "text":
+            found[path.stem] = HeldoutBits(path.stem, rows.examples)
+        elif kind == "pair":
+            found[path.stem] = PairAccuracy(path.stem, rows.examples)
+        else:
+            found[path.stem] = HeldoutLoss(path.stem, rows.examples)
+    if encoder.template is not None:
+        found |= {"over_refusal": BenignRequests(), "sycophancy": FactClaims()}
+    if names is None or "forgetting" in names:
+        found["forgetting"] = HeldoutBits("forgetting", own_texts(model, encoder))
+    if names is None:
+        return found
+    unknown = [name for name in names if name not in found]
+    if unknown:
+        known = ", ".join(found)
+        raise RecipeError([Problem("--suites", f"one of {known}", name) for name in unknown])
+    return {name: found[name] for name in names}
+
+
+def _measures(
+    suites: dict[str, Suite], scores: dict[str, Scores]
+) -> dict[str, dict[str, dict[str, Any]]]:
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, suite in suites.items():
+        for measure, described in suite.measures.items():
+            rows = [row for row in scores[name].of(measure) if row.weight > 0]
+            if rows:
+                entry = {"unit": described.unit, **interval_json(rows, 0)}
+                found.setdefault(name, {})[measure] = entry
+    return found
+
+
+def _compare(
+    result: Evaluation,
+    suites: dict[str, Suite],
+    before: dict[str, Scores],
+    after: dict[str, Scores],
+) -> None:
+    verdicts = []
+    for planned in plan_gates("", suites, against=["base"]):
+        gate = planned.gate
+        first, second = before[gate.suite], after[gate.suite]
+        verdicts.append(decide(gate, *common(first.of(gate.measure), second.of(gate.measure))))
+    result.gates = [one.as_json() for one in verdicts]
+    result.verdict = overall(verdicts) if verdicts else "measured"
+    for name, suite in suites.items():
+        for measure in suite.measures:
+            rows = common(before[name].of(measure), after[name].of(measure))
+            result.flips += flips(*rows, "base")

@@ -1,0 +1,152 @@
+"""Exports of what was promoted, each checked against what was trained."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lehr.data.shapes import Encoded, Message
+from lehr.errors import Problem, RecipeError
+from lehr.models.loading import load_model
+from lehr.pipeline.events import Events
+from lehr.pipeline.files import read_json, write_folder, write_json
+from lehr.pipeline.parity import Parity, compare, read_plain, trained_side
+from lehr.pipeline.showcase import PLAIN_PROMPTS
+from lehr.pipeline.sources import ReadSource
+from lehr.pipeline.states import State
+from lehr.pipeline.workbench import Workbench
+
+PARITY_TEXTS = 6
+PARITY_PROMPTS = 3
+KINDS = ("adapter", "merged")
+LATER = {"gguf": "GGUF export is not in this version; merged loads everywhere transformers does"}
+
+
+def check_kinds(kinds: Sequence[str], state: State) -> None:
+    """Refuse what cannot be written, all problems at once."""
+    problems = []
+    for kind in kinds:
+        if kind in LATER:
+            problems.append(Problem("export", LATER[kind], kind))
+        elif kind not in KINDS:
+            problems.append(Problem("export", f"one of {', '.join(KINDS)}", kind))
+        elif kind == "adapter" and state.kind != "adapter":
+            problems.append(Problem("export", "merged: all weights were trained", kind))
+    if problems:
+        raise RecipeError(problems)
+
+
+def export_promoted(
+    recipe: Any,
+    run_folder: Path,
+    bench: Workbench,
+    state: State,
+    sources: Mapping[str, ReadSource],
+    events: Events,
+    kinds: Sequence[str] | None = None,
+) -> tuple[list[dict[str, Any]], str]:
+    """Write each export of the promoted state and check it; (entries, first gap or "")."""
+    # A stage that trains all weights leaves no adapter to export.
+    asked = list(kinds or recipe.export)
+    wanted = asked if kinds or state.kind == "adapter" else ["merged" for _ in asked[:1]]
+    check_kinds(wanted, state)
+    entries: list[dict[str, Any]] = []
+    missing = []
+    for kind in wanted:
+        known = read_json(run_folder / "exports" / kind / "lehr-export.json")
+        if (
+            isinstance(known, dict)
+            and known.get("key") == state.key
+            and known["parity"]["problem"] == ""
+        ):
+            entries.append(known["entry"])
+        else:
+            missing.append(kind)
+    if not missing:
+        return entries, ""
+    events.emit("exporting", f"exporting {', '.join(missing)} and checking them", durable=False)
+    model = load_state_in_fp32(bench, state)
+    sequences, prompts = parity_texts(sources, bench.encoder)
+    trained = trained_side(model, bench.encoder, sequences, prompts)
+    gap = ""
+    for kind in missing:
+        entry, parity = _export(run_folder, kind, model, state, trained, bench)
+        entries.append(entry)
+        said = parity.problem or f"largest gap {parity.gap:.1e} nats over {parity.positions} tokens"
+        events.emit("exported", f"export {kind}: {said}", kind_of_export=kind, **parity.as_json())
+        gap = gap or (f"{kind}: {parity.problem}" if parity.problem else "")
+    return entries, gap
+
+
+def _export(
+    run_folder: Path, kind: str, model: Any, state: State, trained: Any, bench: Workbench
+) -> tuple[dict[str, Any], Parity]:
+    folder = run_folder / "exports" / kind
+    cast = kind == "merged" and bench.stored_dtype != torch.float32
+
+    def fill(aside: Path) -> None:
+        if kind == "adapter":
+            model.save_adapter(aside / "files")
+        elif model.adapter is not None:
+            model.save_merged(aside / "files", bench.stored_dtype)
+        else:
+            model.save_full(aside / "files")
+        for path in list((aside / "files").iterdir()):
+            shutil.move(str(path), aside / path.name)
+        (aside / "files").rmdir()
+
+    write_folder(folder, fill)
+    network, tokenizer = read_plain(folder, kind)
+    parity = compare(trained, network, tokenizer, sorted(bench.encoder.stop_ids), cast)
+    entry = {"kind": kind, "path": f"exports/{kind}", "parity": parity.as_json()}
+    write_json(
+        folder / "lehr-export.json", {"key": state.key, "parity": parity.as_json(), "entry": entry}
+    )
+    return entry, parity
+
+
+def parity_texts(
+    sources: Mapping[str, ReadSource], encoder: Any
+) -> tuple[list[Encoded], list[tuple[Message, ...]]]:
+    """A few held-out (else training) sequences without branches, and prompts to answer."""
+    sequences: list[Encoded] = []
+    prompts: list[tuple[Message, ...]] = []
+    for source in sources.values():
+        for example in (source.heldout or source.train)[:PARITY_TEXTS]:
+            for one in encoder.encode(example, max_length=256).encoded[:1]:
+                sequences += [
+                    Encoded(torch.cat([one.ids, branch.ids]), one.supervised, one.origin)
+                    for branch in one.branches[:1]
+                ] or [one]
+            turns = example.messages
+            if turns and turns[-1]["role"] == "assistant":
+                turns = turns[:-1]
+            if turns:
+                prompts.append(turns)
+    if encoder.template is None:
+        prompts = []
+    elif not prompts:
+        prompts = [({"role": "user", "content": text},) for _, text in PLAIN_PROMPTS]
+    return sequences[: 2 * PARITY_TEXTS], prompts[:PARITY_PROMPTS]
+
+
+def load_state_in_fp32(bench: Workbench, state: State) -> Any:
+    """A fresh model in fp32 arithmetic that is `state`: the trained side of a parity check."""
+    spec, folder, template = bench.whereabouts(state.weights)
+    model = load_model(
+        spec,
+        corpus=bench.corpus,
+        template=template,
+        folder=folder,
+        precision="fp32",
+        trust_remote_code=bench.recipe.trust_remote_code,
+        seed=bench.recipe.seed,
+    )
+    if state.kind == "adapter":
+        assert state.folder is not None
+        model.load_adapter(state.folder / "adapter")
+    return model

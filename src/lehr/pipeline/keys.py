@@ -1,0 +1,34 @@
+"""Keys: what a state depends on. The same key is never trained twice."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+from typing import Any
+
+from lehr.recipe.loading import stage_part
+from lehr.streams import content_hash
+
+# Raise it when a change of lehr's code changes the numbers of a stage.
+STAGE_VERSION = 1
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that can change a number."""
+    found = {name: version(name) for name in ("torch", "transformers", "tokenizers", "peft")}
+    return {"lehr": version("lehr"), "python": platform.python_version(), **found}
+
+
+def base_key(recipe: Any, model_fingerprint: str, encoder_fingerprint: str) -> str:
+    """Key of the model as it was loaded."""
+    return content_hash(["base", model_fingerprint, encoder_fingerprint, recipe.seed])[:20]
+
+
+def stage_key(
+    recipe: Any, index: int, parent_key: str, encoder_fingerprint: str, precision: str
+) -> str:
+    """Key of what stage `index` produces: its recipe part, parent, data, template, versions."""
+    parts = ["stage", STAGE_VERSION, stage_part(recipe, index), parent_key]
+    found = versions()
+    engines = [found["torch"], found["transformers"]]
+    return content_hash([*parts, encoder_fingerprint, precision, engines])[:20]

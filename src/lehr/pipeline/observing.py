@@ -1,0 +1,54 @@
+"""From the engine's events to the run's: what a person and events.jsonl are told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lehr.pipeline.events import Events
+from lehr.pipeline.files import write_text
+from lehr.training import events as engine
+
+
+def watch(events: Events) -> Callable[[Any], None]:
+    """An observer of the engine that speaks through `events`."""
+
+    def observe(event: Any) -> None:
+        if isinstance(event, engine.UpdateDone):
+            events.emit("update", "", durable=False, **event.row)
+        elif isinstance(event, engine.ResumedFrom):
+            text = f"resumed at update {event.update}"
+            events.emit("resumed", text, update=event.update)
+        elif isinstance(event, engine.ResumeInexact):
+            events.emit("resume_inexact", str(event), reasons=list(event.reasons))
+        elif isinstance(event, engine.CheckpointSkipped):
+            text = f"checkpoint {event.path.name} is not used: {event.reason}"
+            events.emit("checkpoint_skipped", text, path=event.path.name, reason=event.reason)
+        elif isinstance(event, engine.NonFinite):
+            text = (
+                f"update {event.update + 1} skipped, no weight changed: not finite: "
+                f"{', '.join(event.names[:3])} (rows: {', '.join(event.origins[:3])})"
+            )
+            events.emit(
+                "nonfinite", text, names=list(event.names), origins=list(event.origins[:50])
+            )
+        elif isinstance(event, engine.StoppedEarly):
+            text = (
+                f"stopped at update {event.update}: {event.evaluations_without_improvement} "
+                "evaluations without improvement"
+            )
+            events.emit("stopped_early", text, update=event.update)
+        elif isinstance(event, engine.PromotedBest):
+            text = f"the weights of update {event.update} were the best ({event.value:.4f})"
+            events.emit("best", text, update=event.update, value=event.value)
+        elif isinstance(event, engine.InterruptNoted):
+            events.emit("interrupt", f"{event.signal}: writing a checkpoint, then leaving")
+
+    return observe
+
+
+def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """JSON lines, whole or absent."""
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

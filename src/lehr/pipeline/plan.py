@@ -1,0 +1,75 @@
+"""`lehr plan`: everything a run would settle, and nothing trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lehr.pipeline.events import Events, Listener
+from lehr.pipeline.files import read_json
+from lehr.pipeline.folder import claimed, output_folder
+from lehr.pipeline.planning import prepare
+from lehr.pipeline.run import announce, measured_gates, shown, write_plan
+from lehr.recipe.loading import recipe_notices
+from lehr.recipe.resolve import resumed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan and where its files lie."""
+
+    plan: dict[str, Any]
+    masks: list[dict[str, Any]]
+    strategy: str
+    strategy_path: str
+
+    def as_json(self) -> dict[str, Any]:
+        """The object of `lehr plan --json`."""
+        stages = self.plan["stages"]
+        peak = max((stage["memory"] for stage in stages), key=lambda memory: memory["peak"])
+        return {
+            "stages": stages,
+            "memory": peak,
+            "seconds": sum(stage["seconds"] for stage in stages),
+            "masks": self.masks,
+            "schedule": {stage["folder"]: stage["curve"] for stage in stages},
+            "gates": self.plan["gates"],
+            "findings": self.plan["findings"],
+        }
+
+    def _repr_markdown_(self) -> str:
+        return self.strategy
+
+
+def plan(
+    recipe: Any,
+    *,
+    name: str | None = None,
+    out: Path | None = None,
+    listeners: Sequence[Listener] = (),
+) -> Plan:
+    """Read the data, load the model, settle every `auto`, write plan.json and strategy.md.
+
+    Raises RecipeError with all problems, and OutOfResources.
+    """
+    name = name or Path(recipe.output or "run").name
+    folder = output_folder(recipe.output, name, out, recipe.folder)
+    recipe = resumed(recipe, folder)
+    with claimed(folder, name, fresh=False):
+        events = Events(None, listeners)
+        events.emit("run_started", f"plan of {name}: {recipe.model}")
+        for notice in recipe_notices(recipe):
+            events.emit("notice", notice)
+        prepared = prepare(recipe, folder, events)
+        announce(prepared, events)
+        _, gates = measured_gates(prepared)
+        write_plan(prepared, gates)
+        masks = [
+            {"stage": one.folder_name, "spans": audit["mask_sample"]}
+            for one in prepared.stages
+            if (audit := read_json(folder / one.folder_name / "audit.json"))
+        ]
+        path = folder / "strategy.md"
+        return Plan(prepared.plan, masks, path.read_text(encoding="utf-8"), shown(path))

@@ -1,0 +1,363 @@
+"""A run before it runs: data read, model loaded, every `auto` settled, nothing trained.
+
+plan.json keeps what was settled; a later start of the same run reads it back, so that a
+timing never decides twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lehr.data.audit import findings
+from lehr.data.preview import every_end_token, preview, supervised_share
+from lehr.data.shapes import Encoded
+from lehr.diagnosis.machine import choose_precision, describe_machine
+from lehr.diagnosis.planner import forecast, operations_per_update, seconds_per_update
+from lehr.errors import Problem, RecipeError
+from lehr.models.loading import model_fingerprint, require_template, resolve_spec
+from lehr.models.probe import admission_probe
+from lehr.pipeline.events import Events
+from lehr.pipeline.files import read_json, write_json
+from lehr.pipeline.keys import base_key
+from lehr.pipeline.sources import EncodedSource, ReadSource, corpus, encode_source, read_all
+from lehr.pipeline.staging import PlannedStage, planned_stage, settle_micro_batch
+from lehr.pipeline.workbench import Workbench
+from lehr.recipe.loading import recipe_hash
+from lehr.streams import content_hash
+from lehr.training.resources import available_memory, require_disk
+
+MEMORY_SHARE = 0.8  # of what is free: the rest is the system's and the allocator's
+SAMPLE_CHARACTERS = 1200
+TINY_FACTOR = 3.0  # small operations cost their dispatch
+
+
+@dataclass
+class Prepared:
+    """Everything that a run needs before its first update."""
+
+    recipe: Any
+    folder: Path
+    sources: dict[str, ReadSource]
+    bench: Workbench
+    stages: list[PlannedStage]
+    plan: dict[str, Any]
+    encoded: dict[tuple[Any, ...], EncodedSource] = field(default_factory=dict)
+
+
+def prepare(
+    recipe: Any, folder: Path, events: Events, stored: Any = None, write: bool = True
+) -> Prepared:
+    """Read, load, encode and plan. Raises RecipeError and OutOfResources, all problems at once.
+
+    stored  an earlier plan.json of this recipe, whose measured choices are kept (default: the
+            folder's). write: put plan.json and audits into the folder.
+    """
+    sources = read_all(recipe)
+    stored = stored or read_json(folder / "plan.json") or {}
+    if stored.get("recipe_hash") != recipe_hash(recipe):
+        stored = {}
+    machine, precision = _machine(recipe, stored)
+    events.emit("machine", machine_line(machine, precision), machine=machine, precision=precision)
+    texts = partial(corpus, sources)
+    base = resolve_spec(recipe.model, recipe.folder)
+    events.emit("notice", f"loading {recipe.model}", durable=False)
+    bench = Workbench(recipe, folder, precision["value"], texts, events)
+    model = bench.load_base()
+    for notice in model.notices:
+        events.emit("notice", notice)
+    admit(model, recipe.stages)
+    if any(stage.kind != "pretrain" for stage in recipe.stages):
+        require_template(model)
+    fingerprint = model_fingerprint(base) if base.kind != "tiny" else _corpus_hash(sources)
+    bench.name_base(base_key(recipe, fingerprint, bench.encoder.fingerprint))
+    stages, encoded = _stages(recipe, sources, bench, folder)
+    _settle(recipe, stages, bench, machine, precision["value"])
+    plan = _plan(recipe, stages, bench, machine, precision)
+    if write:
+        needed = sum(stage.disk for stage in stages)
+        require_disk(folder, needed, "states and checkpoints")
+    if write:
+        for stage in stages:
+            write_audit(folder / stage.folder_name, stage, sources, bench, recipe.seed)
+        write_json(folder / "plan.json", plan)
+    return Prepared(recipe, folder, sources, bench, stages, plan, encoded)
+
+
+def machine_line(machine: Mapping[str, Any], precision: Mapping[str, Any]) -> str:
+    """One line: what computes, how much memory, in which precision and why."""
+    return (
+        f"{machine['cpu']}, {machine['threads']} threads, {machine['memory_gib']:.0f} GiB\n"
+        f"{precision['value']}: {precision['why']}"
+    )
+
+
+def _machine(recipe: Any, stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    threads = recipe.threads
+    if threads != "auto":
+        torch.set_num_threads(int(threads))
+    asked = {stage.precision for stage in recipe.stages}
+    if len(asked) > 1:
+        said = ", ".join(sorted(asked))
+        raise RecipeError(Problem("stages", "one precision for all stages of a run", said))
+    if stored.get("machine", {}).get("gemm_gflops") and stored.get("precision"):
+        machine = describe_machine().as_json()
+        machine["gemm_gflops"] = stored["machine"]["gemm_gflops"]
+        return machine, dict(stored["precision"])
+    found = describe_machine(measure=True)
+    value, why = choose_precision(asked.pop(), found.gemm_gflops, found.device)
+    if recipe.model.startswith("tiny:") and value == "bf16" and "recipe" not in why:
+        value, why = "fp32", "a tiny model is limited by overhead, not by its products"
+    return found.as_json(), {"value": value, "why": why}
+
+
+def _corpus_hash(sources: Mapping[str, ReadSource]) -> str:
+    return content_hash([[name, source.data_hash] for name, source in sorted(sources.items())])
+
+
+def trains_all(recipe: Any, stage: Any, tiny_untrained: bool) -> bool:
+    """Whether a stage trains every weight: as asked, or a tiny model that is untrained."""
+    adapter = stage.adapter or recipe.adapter
+    return tiny_untrained or adapter.kind == "none"
+
+
+def _stages(
+    recipe: Any, sources: Mapping[str, ReadSource], bench: Workbench, folder: Path
+) -> tuple[list[PlannedStage], dict[tuple[Any, ...], EncodedSource]]:
+    stages: list[PlannedStage] = []
+    encoded: dict[tuple[Any, ...], EncodedSource] = {}
+    problems: list[Problem] = []
+    cache = folder / ".cache"
+    for index, stage in enumerate(recipe.stages):
+        found: dict[str, EncodedSource] = {}
+        for name in stage.mixture():
+            key = (name, stage.max_length, stage.overflow)
+            try:
+                if key not in encoded:
+                    encoded[key] = encode_source(sources[name], bench.encoder, stage, cache)
+                found[name] = encoded[key]
+            except RecipeError as error:
+                problems += error.problems
+        if len(found) < len(stage.mixture()):
+            continue
+        everything = trains_all(recipe, stage, bench.is_tiny and index == 0)
+        planned = planned_stage(index, stage, found, recipe.seed, everything)
+        problems += [
+            Problem(f"stages.{index} {problem.where}", problem.expected, problem.value)
+            for problem in planned.settings("fp32").problems(bool(planned.heldout()))
+        ]
+        stages.append(planned)
+    if problems:
+        raise RecipeError(problems)
+    return stages, encoded
+
+
+def _settle(
+    recipe: Any,
+    stages: list[PlannedStage],
+    bench: Workbench,
+    machine: Mapping[str, Any],
+    precision: str,
+) -> None:
+    limit = int(available_memory() * MEMORY_SHARE)
+    if recipe.memory_limit != "auto":
+        limit = int(recipe.memory_limit * 2**30)
+    parameters = sum(p.numel() for p in bench.model.network.parameters())
+    for planned in stages:
+        stage = planned.stage
+        trained = parameters if planned.trains_all else _adapter_parameters(recipe, stage, bench)
+        recompute = "full" if stage.recompute == "full" else "none"
+
+        memory = partial(_memory, bench.model, parameters, trained, precision, planned.pack_length)
+        if stage.recompute == "auto" and memory(recompute, 1)["peak"] > limit:
+            recompute = "full"
+        planned.recompute = recompute
+        estimate = partial(_peak, memory, recompute)
+        planned.micro_batch_why = settle_micro_batch(planned, recipe.seed, estimate, limit)
+        packs = planned.first_packs(recipe.seed)
+        tokens = sum(one.tokens for one in packs)
+        pairs = sum(int(one.targets.numel()) for one in packs)
+        longest = max(int(one.segments.length.max()) for one in packs)
+        operations = operations_per_update(
+            bench.model.config,
+            tokens=tokens,
+            supervised_tokens=pairs,
+            vocabulary=bench.model.vocabulary_size,
+            all_weights=planned.trains_all,
+            segment_tokens=longest,
+            recompute=recompute,
+        )
+        rate = machine["gemm_gflops"].get(precision) or 10.0
+        planned.tokens_per_update = tokens
+        planned.seconds = planned.updates * seconds_per_update(operations, rate)
+        if bench.is_tiny:  # limited by the number of operations, not by their size
+            planned.seconds *= TINY_FACTOR
+        planned.memory = memory(recompute, planned.micro_batch)
+        state = trained * 4
+        kept = stage.checkpoints_kept + 2
+        planned.disk = state * (1 + 3 * kept) + (parameters * 4 if planned.trains_all else 0)
+
+
+def _memory(
+    model: Any,
+    parameters: int,
+    trained: int,
+    precision: str,
+    pack_tokens: int,
+    recompute: str,
+    packs: int,
+) -> dict[str, int]:
+    return forecast(
+        model.config,
+        parameters,
+        trained,
+        precision,
+        pack_tokens,
+        packs,
+        model.vocabulary_size,
+        recompute,
+    )
+
+
+def _peak(memory: Any, recompute: str, packs: int) -> int:
+    return int(memory(recompute, packs)["peak"])
+
+
+def _adapter_parameters(recipe: Any, stage: Any, bench: Workbench) -> int:
+    """LoRA: rank x (inputs + outputs) of every linear layer but the head."""
+    adapter = stage.adapter or recipe.adapter
+    model = bench.model
+    total = 0
+    head = model.network.get_output_embeddings()
+    for module in model.network.modules():
+        if isinstance(module, torch.nn.Linear) and module is not head:
+            total += adapter.rank * (module.in_features + module.out_features)
+    width = model.network.get_input_embeddings().weight.shape[1]
+    return total + len(model.new_rows) * int(width)
+
+
+def admit(model: Any, stages: Sequence[Any]) -> None:
+    """Refuse the run where a fast path that a stage takes gives other numbers on this model."""
+    problems = []
+    for refusal in admission_probe(model):
+        asked = {
+            "packing": any(stage.packing for stage in stages),
+            "prefix sharing": any(stage.kind == "preference" for stage in stages),
+        }.get(refusal.path, True)
+        if asked:
+            where = f"model, {refusal.path} ({refusal.name})"
+            problems.append(Problem(where, f"{refusal.reason}; {refusal.remedy}"))
+    if problems:
+        raise RecipeError(problems)
+
+
+def _plan(
+    recipe: Any,
+    stages: Sequence[PlannedStage],
+    bench: Workbench,
+    machine: Mapping[str, Any],
+    precision: Mapping[str, Any],
+) -> dict[str, Any]:
+    model = bench.model
+    return {
+        "recipe_hash": recipe_hash(recipe),
+        "date": recipe.date,
+        "machine": machine,
+        "precision": precision,
+        "model": {
+            "name": recipe.model,
+            "parameters": sum(p.numel() for p in model.network.parameters()),
+            "layers": int(getattr(model.config, "num_hidden_layers", 0)),
+            "vocabulary": model.vocabulary_size,
+            "assistant": bool(model.tokenizer.chat_template) and not model.new_rows,
+            "template": recipe.template,
+            "new_rows": len(model.new_rows),
+        },
+        "stages": [_planned_entry(one, precision["value"]) for one in stages],
+        "gates": [],
+        "data": list(
+            {
+                name: source.accounting.as_json()
+                for one in stages
+                for name, source in one.sources.items()
+            }.values()
+        ),
+        "findings": [line for one in stages for line in one.findings],
+    }
+
+
+def _planned_entry(planned: PlannedStage, precision: str) -> dict[str, Any]:
+    settings = planned.settings(precision)
+    step = max(1, planned.updates // 100)
+    return {
+        "folder": planned.folder_name,
+        "kind": planned.stage.kind,
+        "name": planned.name,
+        "data": ", ".join(planned.stage.mixture()),
+        "updates": planned.updates,
+        "tokens_per_update": planned.tokens_per_update,
+        "seconds": round(planned.seconds, 1),
+        "learning_rate": planned.stage.learning_rate,
+        "curve": [settings.rate(index) for index in range(0, planned.updates, step)],
+        "micro_batch": planned.micro_batch,
+        "micro_batch_why": planned.micro_batch_why,
+        "recompute": planned.recompute,
+        "trains": "all weights" if planned.trains_all else "adapter",
+        "memory": dict(planned.memory or {}),
+        "disk": planned.disk,
+    }
+
+
+def write_audit(
+    folder: Path,
+    planned: PlannedStage,
+    sources: Mapping[str, ReadSource],
+    bench: Workbench,
+    seed: int,
+) -> dict[str, Any]:
+    """audit.json of a stage: what became of each row, what looks wrong, what is trained."""
+    names = list(planned.stage.mixture())
+    found = findings(
+        {name: sources[name].train for name in names},
+        {name: planned.sources[name].train for name in names},
+        {name: sources[name].heldout for name in names},
+    )
+    everything = [one for name in names for one in planned.sources[name].train]
+    own = [one for name in planned.stage.data for one in planned.sources[name].train]
+    packs = planned.first_packs(seed)
+    audit = {
+        "sources": [planned.sources[name].accounting.as_json() for name in names],
+        "findings": [one.as_json() for one in found],
+        "mask_sample": mask_sample(own, bench.model.tokenizer),
+        "supervised_share": supervised_share(everything),
+        "every_end_token": planned.stage.kind == "pretrain"
+        or every_end_token(own, bench.encoder.stop_ids),
+        "packs": len(packs),
+        "fill": planned.fill(seed),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "audit.json", audit)
+    return audit
+
+
+def mask_sample(encoded: Sequence[Encoded], tokenizer: Any) -> list[dict[str, Any]]:
+    """One example of middling length as spans of text: which tokens are trained."""
+    if not encoded:
+        return []
+    by_length = sorted(encoded, key=lambda one: one.tokens)
+    sample = by_length[len(by_length) // 2]
+    spans = preview(sample, tokenizer)
+    shown: list[dict[str, Any]] = []
+    for span in spans:
+        text = (
+            span.text
+            if len(span.text) <= SAMPLE_CHARACTERS
+            else span.text[:SAMPLE_CHARACTERS] + " …"
+        )
+        shown.append({"text": text, "supervised": span.supervised, "control": span.control})
+    return shown

@@ -1,0 +1,109 @@
+"""What becomes of a stage: promoted into model/, or its parent kept, with the reason."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lehr.evaluation.gates import Verdict
+from lehr.pipeline.files import write_folder, write_json, write_text
+from lehr.pipeline.judging import Judgement
+from lehr.pipeline.states import State
+from lehr.report.card import lineage, model_card
+
+
+def verdict_on(judgement: Judgement, undetermined: str) -> tuple[bool, str, str]:
+    """(promoted, verdict, why). `undetermined: promote` is said in the reason."""
+    if judgement.refused:
+        said = "; ".join(gate_words(one) for one in judgement.refused[:3])
+        return False, "refused", f"{said}: kept the parent"
+    if judgement.undetermined:
+        said = "; ".join(gate_words(one) for one in judgement.undetermined[:3])
+        if undetermined == "promote":
+            return True, "promoted", f"promoted although undetermined (the recipe says so): {said}"
+        return False, "undetermined", f"undetermined: {said}: kept the parent"
+    gains = [one for one in judgement.verdicts if one.gate.kind == "improve"]
+    said = "; ".join(gate_words(one) for one in gains)
+    return True, "promoted", f"promoted: {said}" if said else "promoted: nothing was gated"
+
+
+def gate_words(verdict: Verdict) -> str:
+    """A gate in words: what moved, interval, limit, items.
+
+    As in: over_refusal +22 points [+15, +29], limit +4 (vs parent, 120 items)
+    """
+    gate = verdict.gate
+    name = gate.name.replace("_", " ")
+    if not math.isfinite(verdict.difference):
+        return f"{name}: nothing to measure"
+    share = gate.unit == "share"
+    scale, digits = (100.0, 0) if share else (1.0, 3)
+    unit = " points" if share else f" {gate.unit}"
+
+    def number(value: float) -> str:
+        return f"{value * scale:+.{digits}f}" if math.isfinite(value) else "?"
+
+    text = f"{name} {number(verdict.difference)}{unit} "
+    text += f"[{number(verdict.low)}, {number(verdict.high)}]"
+    if gate.kind == "protect":
+        text += f", limit {number(gate.signed_limit)}"
+    if verdict.n_to_decide and verdict.verdict == "undetermined":
+        text += f", {verdict.n_to_decide:,} items would decide ({verdict.n} are there)"
+    return text
+
+
+def promote(run_folder: Path, state: State, stage_folder: str) -> None:
+    """Put the state's files into model/, whole or not at all, with its card and lineage."""
+    assert state.folder is not None
+    produced = state.folder / ("adapter" if state.kind == "adapter" else "weights")
+
+    def fill(aside: Path) -> None:
+        for path in produced.iterdir():
+            _place(path, aside / path.name)
+        write_json(aside / "lehr.json", {"promoted_from": stage_folder, "key": state.key})
+
+    write_folder(run_folder / "model", fill)
+
+
+def describe(run_folder: Path) -> None:
+    """Model card and lineage of model/, from the files of the run."""
+    if (run_folder / "model").is_dir():
+        write_text(run_folder / "model" / "README.md", model_card(run_folder))
+        write_json(run_folder / "model" / "lehr.json", lineage(run_folder))
+
+
+def _place(source: Path, target: Path) -> None:
+    """Hard link where the file system can: a promoted model takes no second copy."""
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def sentence(outcomes: list[Any], planned: int) -> tuple[str, str]:
+    """(verdict, one sentence) of a whole run."""
+    promoted = [one for one in outcomes if one.promoted]
+    kept = [one for one in outcomes if not one.promoted]
+    last = outcomes[-1]
+    if not promoted:
+        text = f"Nothing was promoted: {last.entry['why']}."
+        return last.verdict, text
+    best = promoted[-1].entry
+    text = f"Promoted {best['name']}"
+    gain = best["why"].removeprefix("promoted: ")
+    if gain and gain != best["why"]:
+        text += f" ({gain})"
+    if kept:
+        names = ", ".join(one.entry["name"] for one in kept)
+        text += (
+            f"; refused {names}"
+            if all(o.verdict == "refused" for o in kept)
+            else f"; kept the parent of {names}"
+        )
+    if not last.promoted:
+        return last.verdict, text + "."
+    if len(outcomes) < planned:
+        return last.verdict, text + "."
+    return "promoted", text + "."

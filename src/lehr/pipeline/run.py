@@ -1,0 +1,236 @@
+"""The main job: stages in order, each judged, each promoted or its parent kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lehr.errors import Interrupted, LehrError, Problem, RecipeError
+from lehr.evaluation.default_gates import PlannedGate
+from lehr.evaluation.forgetting import own_texts
+from lehr.evaluation.scoring import ScoreStore
+from lehr.pipeline.events import Events, Listener
+from lehr.pipeline.exporting import export_promoted
+from lehr.pipeline.files import read_json, write_json, write_text
+from lehr.pipeline.folder import claimed, output_folder
+from lehr.pipeline.judging import Judge
+from lehr.pipeline.keys import versions
+from lehr.pipeline.ledger import Ledger
+from lehr.pipeline.planning import Prepared, prepare
+from lehr.pipeline.promotion import describe, promote, sentence
+from lehr.pipeline.showcase import AnswerBook, shown_prompts
+from lehr.pipeline.stage_run import Outcome, StageRun
+from lehr.pipeline.suites import RunSuites, run_suites, stage_gates
+from lehr.recipe.loading import dump_recipe, recipe_hash, recipe_notices
+from lehr.recipe.resolve import resumed
+from lehr.report.html import write_report
+from lehr.report.strategy import write_strategy
+from lehr.training.resources import peak_memory_gib, reset_peak_memory
+
+
+def run(
+    recipe: Any,
+    *,
+    name: str | None = None,
+    out: Path | None = None,
+    fresh: bool = False,
+    listeners: Sequence[Listener] = (),
+) -> Ledger:
+    """Run every stage of `recipe`, judge each, export what was promoted; returns the ledger.
+
+    The same call resumes an interrupted run and reuses what is unchanged. A refusal is no
+    exception here: `ledger.verdict` says it (the command line turns it into status 3).
+    Raises RecipeError, OutOfResources, Diverged and Interrupted.
+    """
+    name = name or Path(recipe.output or "run").name
+    folder = output_folder(recipe.output, name, out, recipe.folder)
+    recipe = resumed(recipe, folder)
+    with claimed(folder, name, fresh):
+        events = Events(folder / "events.jsonl", listeners)
+        events.emit("run_started", f"{name}: {recipe.model} → {shown(folder)}", folder=str(folder))
+        for notice in recipe_notices(recipe):
+            events.emit("notice", notice)
+        prepared = prepare(recipe, folder, events)
+        return _Run(recipe, name, prepared, events).go()
+
+
+def shown(folder: Path) -> str:
+    """A folder as a person would type it."""
+    try:
+        return str(folder.relative_to(Path.cwd()))
+    except ValueError:
+        return str(folder)
+
+
+def measured_gates(
+    prepared: Prepared,
+) -> tuple[RunSuites, list[list[PlannedGate]]]:
+    """The run's suites and each stage's gates; gates that cannot be evaluated are refused here."""
+    recipe, bench = prepared.recipe, prepared.bench
+    own = None
+    if not bench.is_tiny:
+        protect = recipe.gates.protect
+        wanted = protect is None or "forgetting" in protect or "forgetting" in recipe.suites
+        own = own_texts(bench.become(bench.base), bench.encoder) if wanted else []
+    suites = run_suites(recipe, prepared.sources, own)
+    gates: list[list[PlannedGate]] = []
+    problems: list[Problem] = []
+    for planned in prepared.stages:
+        try:
+            gates.append(stage_gates(recipe, planned.index, suites, planned.index > 0))
+        except LehrError as error:
+            problems += [one for one in error.problems if one not in problems]
+    unknown = [name for name in recipe.suites if name not in suites.suites and name != "kl"]
+    known = ", ".join(suites.suites)
+    problems += [
+        Problem("suites", f"a suite that applies to this model: {known}", name) for name in unknown
+    ]
+    if problems:
+        raise RecipeError(problems)
+    return suites, gates
+
+
+def write_plan(prepared: Prepared, gates: Sequence[Sequence[PlannedGate]]) -> None:
+    """plan.json, recipe.yaml and strategy.md of a run."""
+    recipe, plan, folder = prepared.recipe, prepared.plan, prepared.folder
+    entries = [one.as_json() for stage in gates for one in stage]
+    plan["gates"] = list({(one["name"], one["kind"]): one for one in entries}.values())
+    plan["findings"] += [
+        f"gate {entry['name']} cannot pass with the items at hand: {entry['note']}"
+        for entry in plan["gates"]
+        if not entry["can_pass"]
+    ]
+    write_json(folder / "plan.json", plan)
+    write_text(folder / "recipe.yaml", dump_recipe(recipe, folder))
+    write_text(folder / "strategy.md", write_strategy(plan, recipe.model_dump(mode="json")))
+
+
+def announce(prepared: Prepared, events: Events) -> None:
+    """Stages, data and one conversation with its trained tokens, before anything is trained."""
+    stages = prepared.stages
+    events.emit("plan", "", durable=False, stages=prepared.plan["stages"])
+    events.emit("data", "", durable=False, sources=prepared.plan["data"])
+    chat = next((one for one in stages if one.stage.kind != "pretrain"), stages[0])
+    audit = read_json(prepared.folder / chat.folder_name / "audit.json")
+    events.emit("mask", "", durable=False, spans=audit["mask_sample"], **audit)
+    notes = [note for source in prepared.plan["data"] for note in source["notes"]]
+    for line in dict.fromkeys(notes):
+        events.emit("notice", line)
+
+
+class _Run:
+    """One run from its plan to its last sentence."""
+
+    def __init__(self, recipe: Any, name: str, prepared: Prepared, events: Events) -> None:
+        self.recipe, self.prepared, self.events = recipe, prepared, events
+        self.folder, self.bench = prepared.folder, prepared.bench
+        self.started = time.time()
+        self.earlier = Ledger.read(self.folder)
+        before = self.earlier.data if self.earlier else {}
+        head = {
+            "name": name,
+            "model": recipe.model,
+            "started": before.get("started") or self.started,
+            "recipe_hash": recipe_hash(recipe),
+            "versions": versions(),
+            "machine": prepared.plan["machine"],
+            "trust_remote_code": recipe.trust_remote_code,
+            "promoted_from": before.get("promoted_from"),
+        }
+        self.ledger = Ledger(self.folder, head)
+
+    def go(self) -> Ledger:
+        announce(self.prepared, self.events)
+        suites, gates = measured_gates(self.prepared)
+        write_plan(self.prepared, gates)
+        wanted = {one.gate.suite for stage in gates for one in stage} | set(self.recipe.suites)
+        cache = self.folder / ".cache"
+        judge = Judge(
+            self.bench,
+            suites,
+            sorted(wanted),
+            ScoreStore(cache / "scores"),
+            self.recipe.gates.items,
+            self.recipe.seed,
+            self.events,
+        )
+        book = AnswerBook(
+            self.bench, shown_prompts(self.recipe, self.prepared.sources), cache / "answers"
+        )
+        self.ledger.save()
+        book.of(self.bench.base)
+        judge.score_all(self.bench.base, "measuring the base")
+        reset_peak_memory()
+        stages = StageRun(self.prepared, judge, book, self.events)
+        try:
+            outcomes = self._stages(stages, gates)
+        except (Interrupted, KeyboardInterrupt):
+            self._close("interrupted", "Interrupted; the same command goes on from here.")
+            raise
+        return self._finish(outcomes)
+
+    def _stages(self, stages: StageRun, gates: Sequence[Sequence[PlannedGate]]) -> list[Outcome]:
+        state, outcomes = self.bench.base, []
+        earlier = {one["folder"]: one for one in self.earlier.stages} if self.earlier else {}
+        for planned, asked in zip(self.prepared.stages, gates, strict=True):
+            self.events.stage = planned.folder_name
+            outcome = stages.go(planned, asked, state, earlier.get(planned.folder_name))
+            outcomes.append(outcome)
+            state = outcome.state
+            self.ledger.stage(outcome.entry)
+            if outcome.promoted:
+                promote(self.folder, outcome.tuned, planned.folder_name)
+                self.ledger.data["promoted_from"] = planned.folder_name
+            self._tick()
+            write_report(self.folder)
+            self.events.stage = ""
+            if not outcome.promoted and self.recipe.gates.on_refusal == "stop":
+                break
+        return outcomes
+
+    def _tick(self) -> None:
+        spent = time.time() - self.started
+        earlier = float(self.earlier.data.get("seconds") or 0.0) if self.earlier else 0.0
+        same = self.earlier is not None and self.earlier.data.get("verdict") in (
+            "running",
+            "interrupted",
+        )
+        self.ledger.data["seconds"] = round(spent + (earlier if same else 0.0), 1)
+        self.ledger.data["peak_memory_gib"] = round(peak_memory_gib(), 2)
+        self.ledger.save()
+
+    def _close(self, verdict: str, text: str) -> None:
+        self.ledger.data["verdict"] = verdict
+        self.ledger.data["sentence"] = text
+        self._tick()
+        write_report(self.folder)
+
+    def _finish(self, outcomes: list[Outcome]) -> Ledger:
+        verdict, text = sentence(outcomes, len(self.prepared.stages))
+        state = outcomes[-1].state
+        if state.kind != "base":
+            exports, gap = export_promoted(
+                self.recipe, self.folder, self.bench, state, self.prepared.sources, self.events
+            )
+            self.ledger.data["exports"] = exports
+            if gap:
+                verdict, text = "refused", f"{text} An export is not what was trained: {gap}"
+        self.ledger.data["finished"] = time.time()
+        self._close(verdict, text)
+        describe(self.folder)
+        write_report(self.folder)
+        self.events.emit(
+            "finished", text, verdict=verdict, next=self._next_steps(state.kind != "base")
+        )
+        return self.ledger
+
+    def _next_steps(self, has_model: bool) -> list[tuple[str, str]]:
+        folder = shown(self.folder)
+        steps = [("report", f"{folder}/report.html")]
+        if has_model:
+            steps += [("model", f"{folder}/model"), ("talk to it", f"lehr chat {folder}")]
+        else:
+            steps.append(("what now", "lehr explain gates"))
+        return steps

@@ -1,0 +1,194 @@
+"""One stage of a recipe, made ready for the engine: batches, settings, what it is measured by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lehr.data.loader import UpdateBatches
+from lehr.data.packing import fill, pack
+from lehr.data.shapes import Encoded
+from lehr.pipeline.sources import EncodedSource
+from lehr.stages.context import StageContext
+from lehr.stages.preference import preference
+from lehr.stages.pretrain import pretrain
+from lehr.stages.sft import sft
+from lehr.training.batch import choose_micro_batch
+from lehr.training.optimizers import OptimizerSettings
+from lehr.training.progress import TrainingResult
+from lehr.training.schedules import Schedule
+from lehr.training.settings import EngineSettings
+
+STAGES: dict[str, Callable[[StageContext], TrainingResult]] = {
+    "pretrain": pretrain,
+    "sft": sft,
+    "preference": preference,
+}
+EVALUATIONS_A_STAGE = 4
+
+
+@dataclass
+class PlannedStage:
+    """A stage with everything `auto` resolved, before anything is trained."""
+
+    index: int
+    stage: Any
+    name: str
+    folder_name: str
+    sources: Mapping[str, EncodedSource]
+    updates: int
+    trains_all: bool
+    micro_batch: int = 1
+    micro_batch_why: str = ""
+    recompute: str = "none"
+    tokens_per_update: int = 0
+    seconds: float = 0.0
+    memory: Mapping[str, int] | None = None
+    disk: int = 0
+    findings: list[str] = field(default_factory=list)
+
+    @property
+    def pack_length(self) -> int:
+        return int(self.stage.pack_length or self.stage.max_length)
+
+    def batches(self, seed: int) -> UpdateBatches:
+        """The stage's updates from the first one on."""
+        mixture = self.stage.mixture()
+        return UpdateBatches(
+            {name: self.sources[name].train for name in mixture},
+            mixture,
+            self.stage.batch_size,
+            seed,
+            self.pack_length,
+            self.stage.packing,
+        )
+
+    def settings(self, precision: str) -> EngineSettings:
+        """The engine's view of the stage."""
+        stage = self.stage
+        every = stage.evaluate_every or max(1, math.ceil(self.updates / EVALUATIONS_A_STAGE))
+        return EngineSettings(
+            updates=self.updates,
+            learning_rate=stage.learning_rate,
+            schedule=Schedule(
+                stage.schedule.kind,
+                stage.schedule.warmup,
+                stage.schedule.decay,
+                stage.schedule.final,
+            ),
+            optimizer=OptimizerSettings(
+                stage.optimizer.kind,
+                stage.optimizer.betas,
+                stage.optimizer.eps,
+                stage.optimizer.weight_decay,
+            ),
+            clip=stage.clip,
+            precision=precision,
+            micro_batch=self.micro_batch,
+            evaluate_every=every,
+            checkpoint_every=stage.checkpoint_every,
+            checkpoints_kept=stage.checkpoints_kept,
+            early_stop=stage.early_stop,
+            promote=stage.promote,
+            stage=self.folder_name,
+        )
+
+    def first_packs(self, seed: int) -> list[Any]:
+        """The packs of the first update: what planning measures."""
+        return self.batches(seed).next()
+
+    def fill(self, seed: int) -> float:
+        """Share of the first updates' room that holds tokens."""
+        return fill(self.first_packs(seed), self.pack_length)
+
+    def heldout(self) -> list[Encoded]:
+        """Held-out examples of the stage's own data."""
+        return [one for name in self.stage.data for one in self.sources[name].heldout]
+
+
+def planned_stage(
+    index: int,
+    stage: Any,
+    sources: Mapping[str, EncodedSource],
+    seed: int,
+    trains_all: bool,
+) -> PlannedStage:
+    """Count the stage's updates and name its folder."""
+    name = stage.name or stage.kind
+    planned = PlannedStage(
+        index=index,
+        stage=stage,
+        name=name,
+        folder_name=f"{index + 1:02d}-{name}",
+        sources=sources,
+        updates=0,
+        trains_all=trains_all,
+    )
+    if stage.max_updates is not None:
+        planned.updates = stage.max_updates
+    else:
+        planned.updates = max(1, math.ceil(stage.epochs * planned.batches(seed).updates_per_epoch))
+    return planned
+
+
+def settle_micro_batch(
+    planned: PlannedStage, seed: int, estimate: Callable[[int], int], limit_bytes: int
+) -> str:
+    """Choose how many packs go through at once; returns the reason."""
+    if planned.stage.micro_batch != "auto":
+        planned.micro_batch = planned.stage.micro_batch
+        return "as the recipe says"
+    packs = len(planned.first_packs(seed))
+    chosen = choose_micro_batch(max(1, packs), estimate, limit_bytes)
+    planned.micro_batch = chosen.packs
+    return chosen.why
+
+
+def stage_context(
+    planned: PlannedStage,
+    *,
+    key: str,
+    folder: Path,
+    seed: int,
+    model: Any,
+    precision: str,
+    parent: Any,
+    parent_key: str,
+    observers: Sequence[Callable[[Any], None]],
+    evaluate: Callable[[int], Mapping[str, float]] | None,
+) -> StageContext:
+    """What the stage's own function is given."""
+    return StageContext(
+        name=planned.folder_name,
+        key=key,
+        folder=folder,
+        stage=planned.stage,
+        seed=seed,
+        model=model,
+        batches=planned.batches(seed),
+        pack_length=planned.pack_length,
+        settings=planned.settings(precision),
+        parent=parent,
+        parent_key=parent_key,
+        observers=observers,
+        evaluate=evaluate,
+    )
+
+
+def heldout_loss(model: Any, encoded: Sequence[Encoded], pack_length: int) -> float:
+    """Mean negative log-probability (nats) of the supervised tokens; of both answers of pairs."""
+    total, count = 0.0, 0.0
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        for one in pack(list(enumerate(encoded)), pack_length):
+            stats = model.token_stats(model.hidden(one), one.predict_from, one.targets)
+            total -= float((stats.log_probability.double() * one.weights.double()).sum())
+            count += float(one.weights.sum())
+    model.train(was_training)
+    return total / max(count, 1.0)

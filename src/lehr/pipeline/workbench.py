@@ -1,0 +1,198 @@
+"""The one live model of a run: it becomes whatever state is wanted, and trains from there.
+
+Weights are loaded once; adapters come and go by pointer. A new set of weights (a stage
+that trains all of them, a folded adapter) is the only reason to load again.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lehr.data.encoding import Encoder
+from lehr.data.templates import Template
+from lehr.errors import Problem, RecipeError
+from lehr.models.language_model import LanguageModel
+from lehr.models.loading import load_model
+from lehr.models.tokenizer import stop_ids_of
+from lehr.pipeline.events import Events
+from lehr.pipeline.states import State
+
+
+class Workbench:
+    """Holds the model in memory and knows which state it is in."""
+
+    def __init__(
+        self,
+        recipe: Any,
+        run_folder: Path,
+        precision: str,
+        corpus: Callable[[], Iterable[str]],
+        events: Events,
+    ) -> None:
+        self.recipe = recipe
+        self.run_folder = run_folder
+        self.precision = precision
+        self.corpus = corpus
+        self.events = events
+        self.base = State("base", "")
+        self._model: LanguageModel | None = None
+        self._encoder: Encoder | None = None
+        self._weights: State | None = None  # whose full weights are loaded
+        self._mode = ""  # "all" or "frozen"
+        self.is_tiny = recipe.model.startswith("tiny:")
+        self.stored_dtype: torch.dtype | None = None  # of the base's frozen weights
+
+    @property
+    def model(self) -> LanguageModel:
+        assert self._model is not None, "no model is loaded yet"
+        return self._model
+
+    @property
+    def encoder(self) -> Encoder:
+        assert self._encoder is not None, "no model is loaded yet"
+        return self._encoder
+
+    def load_base(self) -> LanguageModel:
+        """Load the recipe's model; its key is given later by `name_base`."""
+        self._load_weights(self.base)
+        return self.model
+
+    def name_base(self, key: str) -> None:
+        """Give the base its key, once data, template and model are known."""
+        self.base = self._weights = State("base", key)
+
+    # -- becoming a state -----------------------------------------------------
+
+    def become(self, state: State) -> LanguageModel:
+        """Let the model be `state`, whatever it was before."""
+        if self._mode == "all" and self._weights is not None and self._weights.key != state.key:
+            self._drop()
+        self._load_weights(state.weights)
+        if state.kind == "adapter":
+            self._attach(state)
+        else:
+            self.model.drop_adapter()
+        self.model.eval()
+        return self.model
+
+    def train_adapter(self, parent: State, adapter: Any) -> Mapping[str, Tensor]:
+        """Make the model ready to train an adapter from `parent`; the reference's tensors."""
+        if self._mode == "all":
+            self._drop()
+        self.become(parent)
+        if parent.kind != "adapter":
+            self.model.add_adapter(
+                rank=adapter.rank,
+                alpha=adapter.alpha,
+                targets=adapter.targets,
+                dropout=adapter.dropout,
+            )
+        self.model.train()
+        return self.model.state()
+
+    def train_all(self, parent: State, folder: Path) -> Mapping[str, Tensor]:
+        """Make the model ready to train every weight from `parent`; the parent's tensors.
+
+        The parent's weights stay on disk (memory-mapped), not in a second model.
+        """
+        if parent.kind == "adapter":
+            raise RecipeError(
+                Problem(
+                    "stages",
+                    "fold_parent: true before a stage that trains all weights: its parent "
+                    "trained an adapter",
+                )
+            )
+        self._drop()
+        self._load_weights(parent, trained=True)
+        self.model.train_all()
+        self._mode = "all"
+        path = folder / "parent.safetensors"
+        save_file(self.model.state(), path)
+        self.model.train()
+        return load_file(path)
+
+    def fold(self, parent: State, folder: Path) -> State:
+        """Add the parent's adapter to its base (in fp32), as new weights in `folder`."""
+        self.become(parent)
+        self.model.save_merged(folder / "weights", torch.float32)
+        folded = State("weights", parent.key + ":folded", folder)
+        folded.save()
+        return folded
+
+    def keep(self, state: State) -> None:
+        """Write the model, just trained, as `state`'s files."""
+        assert state.folder is not None
+        if state.kind == "adapter":
+            self.model.save_adapter(state.folder / "adapter")
+        else:
+            self.model.save_full(state.folder / "weights")
+            self._weights, self._mode = state, "all"
+        state.save()
+
+    def whereabouts(self, state: State) -> tuple[str, Path, str]:
+        """(spec, folder, template) that `load_model` takes for a state with weights of its own."""
+        if state.kind != "base":
+            assert state.folder is not None
+            return str(state.folder / "weights"), self.run_folder, "auto"
+        template = self.recipe.template
+        if template not in ("auto", "chatml"):
+            template = str(self.recipe.path_of(template))
+        return self.recipe.model, self.recipe.folder, template
+
+    # -- loading --------------------------------------------------------------
+
+    def _drop(self) -> None:
+        self._model = None
+        self._weights = None
+        self._mode = ""
+        gc.collect()
+
+    def _load_weights(self, state: State, trained: bool = False) -> None:
+        if self._weights is not None and self._weights.key == state.key:
+            return
+        self._drop()
+        spec, folder, template = self.whereabouts(state)
+        self._model = load_model(
+            spec,
+            corpus=self.corpus,
+            template=template,
+            folder=folder,
+            precision=self.precision,
+            trust_remote_code=self.recipe.trust_remote_code,
+            seed=self.recipe.seed,
+            all_weights=trained,
+            progress=lambda line: self.events.emit("notice", line),
+        )
+        self._weights, self._mode = state, "frozen"
+        if state.kind != "base":
+            self._model.new_rows = ()
+        self._encoder = self._make_encoder(self._model)
+        if self.stored_dtype is None:
+            self.stored_dtype = self._model.network.get_input_embeddings().weight.dtype
+
+    def _make_encoder(self, model: LanguageModel) -> Encoder:
+        template = None
+        if model.tokenizer.chat_template:
+            template = Template.from_tokenizer(model.tokenizer)
+        return Encoder(
+            model.tokenizer,
+            template,
+            date=self.recipe.date,
+            system=self.recipe.system,
+            stop_ids=stop_ids_of(model.network),
+        )
+
+    def _attach(self, state: State) -> None:
+        assert state.folder is not None
+        if self.model.adapter is None:
+            self.model.load_adapter(state.folder / "adapter")
+        else:
+            self.model.load_state(state.tensors())

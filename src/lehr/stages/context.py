@@ -1,0 +1,60 @@
+"""What a stage is given, and the one way in which it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lehr.data.loader import UpdateBatches
+from lehr.data.packing import merge
+from lehr.models.language_model import LanguageModel
+from lehr.objectives.base import Objective
+from lehr.training.engine import Engine
+from lehr.training.progress import TrainingResult
+from lehr.training.settings import EngineSettings
+
+
+@dataclass
+class StageContext:
+    """One stage's part of the world.
+
+    parent    trained tensors that the stage begins from: what a reference is made of
+    evaluate  measures the model in training; its first value is minimised by best / early stop
+    """
+
+    name: str
+    key: str
+    folder: Path
+    stage: Any  # the recipe's stage: read by the stage's own file
+    seed: int
+    model: LanguageModel
+    batches: UpdateBatches
+    pack_length: int
+    settings: EngineSettings
+    parent: Mapping[str, Tensor]
+    parent_key: str
+    observers: Sequence[Callable[[Any], None]] = field(default_factory=tuple)
+    evaluate: Callable[[int], Mapping[str, float]] | None = None
+
+
+def train(
+    context: StageContext, objective: Objective, *extra: Callable[[Any], None]
+) -> TrainingResult:
+    """Run the engine on the stage's batches; resumes by itself from the newest whole checkpoint."""
+    engine = Engine(
+        model=context.model,
+        objective=objective,
+        batches=context.batches,
+        settings=context.settings,
+        folder=context.folder,
+        seed_names=(context.seed, context.name),
+        observers=(*context.observers, *extra),
+        evaluate=context.evaluate,
+        merge=merge,
+        key=context.key,
+    )
+    return engine.run()

@@ -1,0 +1,88 @@
+"""Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290, eq. 7).
+
+Minimise −log σ(β[(log π(y_w|x) − log π_ref(y_w|x)) − (log π(y_l|x) − log π_ref(y_l|x))]).
+
+The reference π_ref is the frozen state that the stage began from: its numbers are
+computed once, from the same weights through `model.as_of`, in the same packs' layout,
+and kept on disk. Before the first update both policies are one, so the loss is ln 2:
+that is asserted, because every wrong reference shows itself there.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from lehr.data.packing import pack
+from lehr.data.shapes import Encoded
+from lehr.objectives.preference import Dpo, check_starts_at_reference
+from lehr.stages.context import StageContext, train
+from lehr.streams import content_hash
+from lehr.training.progress import TrainingResult
+
+Reference = dict[int, tuple[float, float]]
+LOSSES = {"dpo": Dpo}
+
+
+def preference(context: StageContext) -> TrainingResult:
+    """Train on pairs against the frozen state of the stage's beginning."""
+    stage = context.stage
+    reference = reference_log_probabilities(context)
+    objective = LOSSES[stage.loss](
+        beta=stage.beta, label_smoothing=stage.label_smoothing, reference=reference
+    )
+    precision = "fp32" if context.model.compute_dtype == torch.float32 else "bf16"
+
+    def starts_at_reference(event: Any) -> None:
+        row = getattr(event, "row", None)
+        if row is not None and row.get("update") == 1 and row.get("loss") is not None:
+            check_starts_at_reference(row["loss"], precision)
+
+    return train(context, objective, starts_at_reference)
+
+
+def reference_log_probabilities(context: StageContext) -> Reference:
+    """log π_ref of both answers of every pair, by dataset item; from disk where it stands."""
+    items = context.batches.items()
+    key = content_hash(
+        [context.parent_key, context.model.compute_dtype, [_fingerprint(one) for _, one in items]]
+    )
+    path = context.folder / "reference.json"
+    stored = _read(path, key)
+    if stored is not None:
+        return stored
+    reference = log_probabilities(context.model, items, context.parent, context.pack_length)
+    path.write_text(json.dumps({"key": key, "reference": list(reference.items())}))
+    return reference
+
+
+def log_probabilities(
+    model: Any, items: list[tuple[int, Encoded]], state: Any, pack_length: int
+) -> Reference:
+    """Summed log-probability of the chosen and the rejected answer of each pair, under `state`."""
+    found: Reference = {}
+    with torch.no_grad(), model.as_of(state):
+        model.eval()
+        for one in pack(items, pack_length):
+            stats = model.token_stats(model.hidden(one), one.predict_from, one.targets)
+            sums = one.sequence_sum(stats.log_probability.double())
+            for place, item in enumerate(one.items):
+                chosen, rejected = sums[one.sequence_example == place].tolist()
+                found[item] = (chosen, rejected)
+    return found
+
+
+def _fingerprint(encoded: Encoded) -> list[list[int]]:
+    return [encoded.ids.tolist(), *(branch.ids.tolist() for branch in encoded.branches)]
+
+
+def _read(path: Any, key: str) -> Reference | None:
+    try:
+        stored = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    if stored.get("key") != key:
+        return None
+    return {int(item): (chosen, rejected) for item, (chosen, rejected) in stored["reference"]}
