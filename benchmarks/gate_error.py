@@ -3,8 +3,7 @@
     python benchmarks/gate_error.py [--stages 200] [--seed 0] [--budget 400] [--json FILE]
 
 Items, clusters, limits, looks and verdicts are those of a run; only the scores are drawn
-(`DrawnStages`). Anything with `suites` and `stage(index, harmed, times)` can stand in its
-place, so that stages really trained on the microworld are judged by the same code.
+(`DrawnStages`). `benchmarks.gate_error_trained` does the same with stages that are trained.
 """
 
 from __future__ import annotations
@@ -17,12 +16,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from lehr.data.shapes import Example, Origin
-from lehr.evaluation.default_gates import PlannedGate, plan_gates
+from lehr.evaluation.default_gates import (
+    NULL_DISCORDANCE,
+    NULL_SPREAD,
+    PlannedGate,
+    plan_gates,
+)
 from lehr.evaluation.gates import Scored, decide_sequentially
 from lehr.evaluation.heldout import HeldoutBits
 from lehr.evaluation.suites import ItemScore, Suite
@@ -31,18 +35,6 @@ from lehr.microworld.world import Microworld
 from lehr.streams import seed_for
 
 Rows = tuple[list[ItemScore], list[ItemScore]]  # before and after, in the suite's item order
-
-
-class Stages(Protocol):
-    """Where stages come from: drawn here, or trained."""
-
-    suites: dict[str, Suite]
-
-    def stage(
-        self, index: int, harmed: PlannedGate | None, times: float
-    ) -> Callable[[PlannedGate], Rows]:
-        """Scores of stage `index`: nothing changed, or `harmed` rises by `times` its limit."""
-        ...
 
 
 # Share of items that the parent passes, and bits per byte of its own text.
@@ -54,15 +46,15 @@ PARENT_BITS, ITEM_BYTES = 1.2, 220.0
 class DrawnStages:
     """Scores drawn with the structure of a microworld run.
 
-    churn        share of yes/no items that a harmless stage moves, both ways alike
-    correlation  share of that churn that moves whole clusters, not single items
-    spread       standard deviation of an item's change in bits per byte
+    movement     of a harmless stage, as a multiple of what the limits allow for: the share
+                 of yes/no items that change side, both ways alike, and the standard
+                 deviation of an item's change in bits per byte
+    correlation  share of the yes/no items' movement that moves whole clusters
     """
 
     seed: int
-    churn: float = 0.02
+    movement: float = 1.0
     correlation: float = 0.25
-    spread: float = 0.05
 
     def __post_init__(self) -> None:
         world = Microworld(seed=0)
@@ -102,10 +94,11 @@ class DrawnStages:
         together = rng.random(of_item.size) < self.correlation
         item_draw, cluster_draw = rng.random(of_item.size), rng.random(len(number))[of_item]
         draw = np.where(together, cluster_draw, item_draw)
-        # Churn takes as many passes away as it gives: both sides move half of it.
+        # As many passes are taken away as given: both sides move half of it.
         passing = PARENT_PASSES[suite.name]
-        lose = draw < (self.churn / 2 + harm) / passing
-        gain = draw < self.churn / 2 / (1 - passing)
+        half = self.movement * NULL_DISCORDANCE[gate.measure] / 2
+        lose = draw < (half + harm) / passing
+        gain = draw < half / (1 - passing)
         after = np.where(before, ~lose, gain)
         good = 1.0 if gate.direction == "higher" else 0.0
         sides = []
@@ -129,7 +122,7 @@ class DrawnStages:
         n = len(suite.items)
         size = rng.gamma(4.0, ITEM_BYTES / 4.0, n).round() + 20
         before = rng.gamma(20.0, PARENT_BITS / 20.0, n) * size
-        after = before + (rng.normal(0.0, self.spread, n) + harm) * size
+        after = before + (rng.normal(0.0, self.movement * NULL_SPREAD, n) + harm) * size
 
         def scores(values: Sequence[float]) -> list[ItemScore]:
             return [
@@ -157,7 +150,7 @@ def judge_stage(
     return verdicts
 
 
-def measure(stages: Stages, n: int, budget: int) -> dict[str, Any]:
+def measure(stages: DrawnStages, n: int, budget: int) -> dict[str, Any]:
     """Error rates over n stages of each kind."""
     budgets = dict.fromkeys(stages.suites, budget)
     planned = [
@@ -200,9 +193,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     kinds = {
-        "scores are the same": DrawnStages(arguments.seed, churn=0.0, spread=0.0),
+        "scores are the same": DrawnStages(arguments.seed, movement=0.0),
         "scores move both ways alike": DrawnStages(arguments.seed),
-        "twice that movement": DrawnStages(arguments.seed, churn=0.04, spread=0.1),
+        "twice that movement": DrawnStages(arguments.seed, movement=2.0),
     }
     results = {}
     for kind, stages in kinds.items():

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+NAMES = {"fp32": "float32", "bf16": "bfloat16"}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -22,6 +24,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
     options = parser.parse_args()
 
     import torch
@@ -35,7 +38,9 @@ def main() -> None:
     chats = [{"prompt": row["messages"][:-1], "completion": row["messages"][-1:]} for row in rows]
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokenizer.pad_token = "<|endoftext|>"
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        options.model, dtype=getattr(torch, NAMES[options.precision])
+    )
 
     marks: list[tuple[float, float]] = []
     losses: list[float] = []
@@ -56,7 +61,7 @@ def main() -> None:
             gradient_accumulation_steps=options.batch_size // options.micro_batch,
             max_steps=options.updates,
             learning_rate=2e-4,
-            bf16=True,
+            bf16=options.precision == "bf16",
             use_cpu=True,
             gradient_checkpointing=False,
             logging_steps=1,

@@ -6,6 +6,7 @@ kind are collected and raised together, so that a user fixes a recipe once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ class Problem:
         value = self.value
         if not isinstance(value, str | int | float | bool | type(None)):
             value = repr(value)
+        elif isinstance(value, float) and not math.isfinite(value):
+            value = repr(value)  # JSON has no infinity and no NaN
         return {"where": self.where, "value": value, "expected": self.expected}
 
 

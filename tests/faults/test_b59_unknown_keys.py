@@ -69,7 +69,8 @@ def test_keys_without_effect_are_said(tmp_path):
         "gates: {improve: {preference: chats.accuracy, sft: chats.loss}}"
     )
     assert recipe_notices(loads(text, tmp_path, name="r.yaml")) == [
-        "r.yaml:4 stages.0.sft.schedule.decay: has no effect with cosine, only with wsd",
+        "r.yaml:4 stages.0.sft.schedule.decay: has no effect with cosine, "
+        "only with wsd and infinite",
         "r.yaml:5 gates.improve.preference: has no effect: there is no preference stage",
         "r.yaml:2 data.spare: is used by no stage and no gate",
     ]

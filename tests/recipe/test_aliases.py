@@ -39,6 +39,8 @@ STAGE = {
     "adam_epsilon: 1e-6": ("optimizer.eps", 1e-6),
     "optim: adamw_torch": ("optimizer.kind", "adamw"),
     "optimizer: adamw_torch_fused": ("optimizer.kind", "adamw"),
+    "optim: sgd": ("optimizer.kind", "sgd"),
+    "use_muon: true": ("optimizer.kind", "muon"),
     "eval_steps: 5": ("evaluate_every", 5),
     "save_steps: 6": ("checkpoint_every", 6),
     "save_total_limit: 1": ("checkpoints_kept", 1),

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from lehr.errors import RecipeError
-from lehr.recipe.loading import loads, recipe_hash, stage_part
+from lehr.recipe.loading import dump_recipe, loads, recipe_hash, stage_part
 
 TEXT = """\
 model: m
@@ -147,3 +147,34 @@ def test_a_file_that_vanished_is_a_recipe_error(folder):
     (folder / "law.txt").unlink()
     with pytest.raises(RecipeError, match=r"law\.txt: a readable file"):
         recipe_hash(recipe)
+
+
+def test_keys_that_came_later_count_only_where_they_are_used(folder):
+    """A recipe that was hashed before they came has the same hash now."""
+    base = hash_of(TEXT, folder)
+    unused = [
+        "stages.0.schedule.shape=linear",
+        "stages.0.optimizer.momentum=none",
+        "stages.0.optimizer.groups=[]",
+        "stages.0.ema=none",
+    ]
+    assert hash_of(TEXT, folder, unused) == base
+    used = [
+        "stages.0.schedule={kind: wsd, shape: sqrt}",
+        "stages.0.schedule.initial=0.5",
+        "stages.0.optimizer={kind: sgd, momentum: 0.9}",
+        "stages.0.optimizer.groups=[{pattern: '*'}]",
+        "stages.0.ema=0.99",
+    ]
+    hashes = [hash_of(TEXT, folder, [override]) for override in used]
+    assert len({base, *hashes}) == 6
+    for override in used:
+        recipe = loads(TEXT, folder, [override])
+        assert recipe_hash(loads(dump_recipe(recipe), folder)) == recipe_hash(recipe)
+
+
+def test_an_infinite_schedule_counts_in_updates_and_has_no_end(folder):
+    schedule = loads(TEXT, folder, ["stages.0.schedule=infinite"]).stages[0].schedule
+    assert (schedule.kind, schedule.warmup, schedule.decay) == ("infinite", 100, 0)
+    given = loads(TEXT, folder, ["stages.0.schedule={kind: infinite, warmup: 7, decay: 0.1}"])
+    assert (given.stages[0].schedule.warmup, given.stages[0].schedule.decay) == (7, 0.1)

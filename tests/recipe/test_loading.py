@@ -222,3 +222,24 @@ def test_importing_the_recipe_is_light():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("written", "decay"),
+    [("0.99", 0.99), ("'0.99'", 0.99), ("none", None), ("{start_after: 3}", 0.999)],
+)
+def test_an_average_is_a_decay_or_a_mapping(folder, written, decay):
+    text = f"model: m\ndata: {{law: law.txt}}\nstages: [pretrain: {{data: law, ema: {written}}}]\n"
+    ema = loads(text, folder).stages[0].ema
+    assert (None if ema is None else ema.decay) == decay
+    if decay is not None:
+        assert loads(text, folder, ["stages.0.ema.warmup=false"]).stages[0].ema.warmup is False
+
+
+def test_groups_of_the_optimizer(folder):
+    groups = "[{pattern: '*lora_B*', learning_rate_scale: 16}, {pattern: '*norm*'}]"
+    body = f"{{data: law, optimizer: {{kind: adam_l2, groups: {groups}}}}}"
+    recipe = loads(f"model: m\ndata: {{law: law.txt}}\nstages: [pretrain: {body}]\n", folder)
+    first, second = recipe.stages[0].optimizer.groups
+    assert (first.pattern, first.learning_rate_scale, first.weight_decay) == ("*lora_B*", 16, None)
+    assert (second.pattern, second.learning_rate_scale) == ("*norm*", 1)

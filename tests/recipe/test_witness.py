@@ -60,10 +60,26 @@ WITNESSES = {
     "stages.*.schedule.warmup": "learning_rate of metrics.jsonl; training/schedules.py",
     "stages.*.schedule.decay": "learning_rate of metrics.jsonl; training/schedules.py",
     "stages.*.schedule.final": "learning_rate of metrics.jsonl; training/schedules.py",
+    "stages.*.schedule.shape": "learning_rate of metrics.jsonl; training/schedules.py",
+    "stages.*.schedule.initial": "learning_rate of metrics.jsonl; training/schedules.py",
+    "stages.*.schedule.cooldown": "learning_rate of metrics.jsonl; training/schedules.py",
+    "stages.*.schedule.hold": "learning_rate of metrics.jsonl; training/schedules.py",
     "stages.*.optimizer.kind": "the optimizer that is made; training/optimizers.py",
     "stages.*.optimizer.betas": "the loss after the second update; training/optimizers.py",
     "stages.*.optimizer.eps": "the loss after the first update; training/optimizers.py",
     "stages.*.optimizer.weight_decay": "the norm of the weights; training/optimizers.py",
+    "stages.*.optimizer.beta2_half_life_tokens": "betas of checkpoints; training/optimizers.py",
+    "stages.*.optimizer.momentum": "the loss after the second update; training/optimizers.py",
+    "stages.*.optimizer.nesterov": "the loss after the first update; training/optimizers.py",
+    "stages.*.optimizer.match_rms": "step.0.step of metrics.jsonl; training/muon.py",
+    "stages.*.optimizer.groups.pattern": "step.*.rate of metrics.jsonl; training/optimizers.py",
+    "stages.*.optimizer.groups.weight_decay": "the norm of these weights; training/optimizers.py",
+    "stages.*.optimizer.groups.learning_rate_scale": "step.*.rate; training/optimizers.py",
+    "stages.*.optimizer.watch_every": "step.* of metrics.jsonl; training/steps.py",
+    "stages.*.ema.decay": "evaluation.loss of metrics.jsonl; training/averaging.py",
+    "stages.*.ema.warmup": "evaluation.loss of metrics.jsonl; training/averaging.py",
+    "stages.*.ema.start_after": "evaluation.loss of metrics.jsonl; training/averaging.py",
+    "stages.*.ema.evaluate": "evaluation.loss, and the produced state; training/engine.py",
     "stages.*.clip": "the loss after an update whose norm is larger; training/engine.py",
     "stages.*.precision": "precision of plan.json and its reason; pipeline/planning.py",
     "stages.*.recompute": "memory in plan.json; the loss stays; pipeline/planning.py",
@@ -128,7 +144,7 @@ def leaves(model: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 def section_in(annotation: object) -> type[Section] | None:
-    """The section class in a type such as Section | None or dict[str, Section]."""
+    """The section class in a type such as Section | None, list[Section] or dict[str, Section]."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     found = [section_in(part) for part in typing.get_args(annotation)]
@@ -161,7 +177,7 @@ def is_read(path: str) -> bool:
     *sections, key = path.split(".")
     owners = OWNERS[sections[0]] if sections else ("recipe",)
     if len(sections) > 2:
-        owners = (sections[-1],)
+        owners = (sections[-1].removesuffix("s"),)  # `group.pattern` is read from groups
     return any(name == key and any(o in owner for o in owners) for owner, name in readings())
 
 

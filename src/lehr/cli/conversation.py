@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from rich.columns import Columns
@@ -14,15 +15,14 @@ from lehr.errors import Problem, RecipeError
 TEMPERATURE = 0.0
 
 
-def converse(name: str, against: str | None, template: str, prompt: str | None, tokens: int) -> int:
-    """Answer one prompt, or lines from the terminal until it ends."""
+def load_speakers(names: Sequence[str], template: str) -> list[tuple[str, Any, Any]]:
+    """(name, model, encoder) of each; RecipeError where one has no chat template."""
     from lehr.models.loading import load_model
     from lehr.pipeline.comparing import encoder_of
     from lehr.pipeline.reopening import model_of
 
-    console = Console(highlight=False)
     speakers: list[tuple[str, Any, Any]] = []
-    for spec in [name] if against is None else [against, name]:
+    for spec in names:
         model = load_model(model_of(spec), template=template)
         model.eval()
         encoder = encoder_of(model)
@@ -30,6 +30,26 @@ def converse(name: str, against: str | None, template: str, prompt: str | None, 
             expected = "a model with a chat template; say --template chatml for a base model"
             raise RecipeError(Problem(f"lehr chat {spec}", expected))
         speakers.append((spec, model, encoder))
+    return speakers
+
+
+def answer_once(
+    names: Sequence[str], template: str, prompt: str, tokens: int
+) -> list[tuple[str, str]]:
+    """(name, answer) of each model to one prompt."""
+    from lehr.evaluation.behaviour import greedy_answers
+
+    talk = [{"role": "user", "content": prompt}]
+    return [
+        (name, greedy_answers(model, [talk], encoder, max_new_tokens=tokens)[0])
+        for name, model, encoder in load_speakers(names, template)
+    ]
+
+
+def converse(names: Sequence[str], template: str, prompt: str | None, tokens: int) -> int:
+    """Answer one prompt, or lines from the terminal until it ends."""
+    console = Console(highlight=False)
+    speakers = load_speakers(names, template)
     if prompt is not None:
         _answer(
             console, speakers, [[{"role": "user", "content": prompt}] for _ in speakers], tokens

@@ -10,12 +10,13 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from lehr.errors import LehrError, OutOfResources, Problem, RecipeError
+from lehr.errors import Interrupted, LehrError, OutOfResources, Problem, RecipeError
 
 app = typer.Typer(
     name="lehr",
@@ -94,7 +95,7 @@ def evaluate(
         list[Path] | None, typer.Option("--data", help="Also measure the loss on these files.")
     ] = None,
     template: Annotated[str, typer.Option("--template", help="auto, chatml or a file.")] = "auto",
-    items: Annotated[int, typer.Option("--items", help="Items per suite at most.")] = 200,
+    items: Annotated[int, typer.Option("--items", help="Items per suite at most.", min=2)] = 200,
     as_json: Json = False,
 ) -> int:
     """Scores, paired differences, flips and gates of one model against another."""
@@ -122,32 +123,35 @@ def chat(
     against: Annotated[str | None, typer.Option("--against", help="Answer side by side.")] = None,
     template: Annotated[str, typer.Option("--template", help="auto, chatml or a file.")] = "auto",
     prompt: Annotated[str | None, typer.Option("--prompt", help="Answer once and end.")] = None,
-    tokens: Annotated[int, typer.Option("--tokens", help="Longest answer.")] = 200,
+    tokens: Annotated[int, typer.Option("--tokens", help="Longest answer.", min=1)] = 200,
+    as_json: Json = False,
 ) -> int:
     """Talk to a model."""
     from lehr.cli.verbs import chat_verb
 
-    return chat_verb(model, against, template, prompt, tokens)
+    return chat_verb(model, against, template, prompt, tokens, as_json=as_json)
 
 
 @app.command()
 def explain(
     topic: Annotated[str | None, typer.Argument(help="Without one: the list.")] = None,
+    as_json: Json = False,
 ) -> int:
     """What a technique is, when it pays, when it fails, the number measured here."""
     from lehr.cli.verbs import explain_verb
 
-    return explain_verb(topic)
+    return explain_verb(topic, as_json=as_json)
 
 
 @app.command()
 def fetch(
     name: Annotated[str | None, typer.Argument(help="Without one: the list.")] = None,
+    as_json: Json = False,
 ) -> int:
     """Get an example model, once."""
     from lehr.cli.verbs import fetch_verb
 
-    return fetch_verb(name)
+    return fetch_verb(name, as_json=as_json)
 
 
 @app.command()
@@ -184,7 +188,7 @@ _later("lab", "The lab of experiments")
 def report_error(error: LehrError, as_json: bool) -> int:
     """Print an error for people (stderr) or programs (stdout); return the exit status."""
     if as_json:
-        print(json.dumps(error.as_json(), ensure_ascii=False))
+        print(json.dumps(error.as_json(), ensure_ascii=False, allow_nan=False))
     if error.exit_status == 2 and len(error.problems) > 1:
         print(f"{len(error.problems)} problems:", file=sys.stderr)
     for problem in error.problems:
@@ -197,6 +201,9 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # What libraries will change one day is for developers, not for who trains a model.
+    for kind in (FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=kind)
     as_json = "--json" in arguments
     status = _run(arguments, as_json)
     try:
@@ -213,8 +220,9 @@ def _run(arguments: list[str], as_json: bool) -> int:
     except LehrError as error:
         return report_error(error, as_json)
     except (KeyboardInterrupt, typer.Abort):
-        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
-        return 130
+        print(file=sys.stderr)
+        problem = Problem("interrupted", "the same command: it goes on from here")
+        return report_error(Interrupted(problem), as_json)
     except MemoryError:
         problem = Problem(where="memory", expected="more memory than this machine could give")
         return report_error(OutOfResources(problem), as_json)
@@ -226,13 +234,13 @@ def _run(arguments: list[str], as_json: bool) -> int:
                 where=str(error.filename or "disk"), expected="free space on the disk"
             )
             return report_error(OutOfResources(problem), as_json)
-        return _bug(error)
+        return _bug(error, as_json)
     except typer.Exit as leave:
         return int(leave.exit_code)
     except Exception as error:
         if hasattr(error, "format_message"):  # a usage error of the command line parser
             return _usage(error, as_json)
-        return _bug(error)
+        return _bug(error, as_json)
 
 
 def _usage(error: Any, as_json: bool) -> int:
@@ -243,7 +251,11 @@ def _usage(error: Any, as_json: bool) -> int:
     return RecipeError.exit_status
 
 
-def _bug(error: BaseException) -> int:
+def _bug(error: BaseException, as_json: bool) -> int:
+    if as_json:
+        problem = Problem("lehr", "no bug: please report it", f"{type(error).__name__}: {error}")
+        value = {"error": {"kind": "bug", "problems": [problem.as_json()]}}
+        print(json.dumps(value, ensure_ascii=False))
     traceback.print_exception(error, file=sys.stderr)
     print("\nThis is a bug in lehr: please report it with the lines above.", file=sys.stderr)
     return 1

@@ -27,8 +27,8 @@ VERDICT_SIGN = {"passed": "✓", "refused": "✗", "undetermined": "?"}
 def duration(seconds: float) -> str:
     """Seconds in words of one unit or two: 42 s, 3 min, 1 h 20 min.
 
-    >>> duration(42), duration(200), duration(4800)
-    ('42 s', '3 min', '1 h 20 min')
+    >>> duration(42), duration(200), duration(6000)
+    ('42 s', '3 min', '1 h 40 min')
     """
     if seconds < 90:
         return f"{max(0, round(seconds))} s"
@@ -58,7 +58,7 @@ class Terminal:
         self.live: Live | None = None
         self.losses: deque[float] = deque(maxlen=40)
         self.rates: deque[tuple[float, float]] = deque(maxlen=20)
-        self.printed_share = 0.0
+        self.printed_tenths = 0
         self.updates = 0
         self.started = time.monotonic()
         self.draw: dict[str, Callable[[Event], None]] = {
@@ -143,17 +143,15 @@ class Terminal:
             Text.assemble(("One conversation; ", "bold"), ("trained tokens are green", "green"))
         )
         self.console.print(mask_text(data["spans"]))
-        every = "yes" if data["every_end_token"] else "NO: answers would never learn to stop"
-        self.console.print(
-            f"supervised tokens {data['supervised_share']:.0%} · every end token: {every}"
-        )
+        every = end_words(data["answers"], data["answers_without_end"])
+        self.console.print(f"supervised tokens {data['supervised_share']:.0%} · {every}")
 
     # -- a stage --------------------------------------------------------------
 
     def _stage_started(self, event: Event) -> None:
         self.losses.clear()
         self.rates.clear()
-        self.printed_share = 0.0
+        self.printed_tenths = 0
         self.updates = event.data["updates"]
         self.console.print()
         self.console.print(Text(event.text, style="bold"))
@@ -170,8 +168,8 @@ class Terminal:
                 self.live = Live(console=self.console, transient=True, refresh_per_second=4)
                 self.live.start()
             self.live.update(line)
-        elif share >= self.printed_share + 0.1 or share >= 1.0:
-            self.printed_share = share
+        elif int(10 * share + 1e-9) > self.printed_tenths:
+            self.printed_tenths = int(10 * share + 1e-9)
             self.console.print(line)
 
     def _status(self, row: dict[str, Any], share: float) -> Text:
@@ -253,6 +251,21 @@ def gate_sentence(gate: dict[str, Any]) -> str:
     if gate["verdict"] == "undetermined" and gate.get("n_to_decide"):
         more = f", {gate['n_to_decide']:,} items would decide"
     return f"{gate['name']} vs {gate['against']}: {moved} {interval}{limit}{more}"
+
+
+def end_words(answers: int, without_end: int) -> str:
+    """Whether answers teach the model to stop: the end token of each is trained, or not.
+
+    >>> end_words(12, 0), end_words(12, 2)
+    ('every end token: yes', 'every end token: NO, 2 of 12 answers are cut before it')
+    """
+    if not answers:
+        return "no answers: every token is trained"
+    if not without_end:
+        return "every end token: yes"
+    if without_end == answers:
+        return "every end token: NO, not one: answers would never learn to stop"
+    return f"every end token: NO, {without_end:,} of {answers:,} answers are cut before it"
 
 
 def mask_text(spans: list[dict[str, Any]]) -> Text:

@@ -13,7 +13,14 @@ from typing import Any
 
 from rich.console import Console
 
-from lehr.cli.terminal import Terminal, duration, gate_sentence, mask_text, one_line
+from lehr.cli.terminal import (
+    Terminal,
+    duration,
+    end_words,
+    gate_sentence,
+    mask_text,
+    one_line,
+)
 from lehr.errors import GateRefused, Problem, RecipeError
 
 
@@ -63,21 +70,21 @@ def run_verb(
 
     recipe = load_recipe(recipe_path, overrides)
     if verify:
-        return _verify(recipe, recipe_path, out, as_json)
+        return _verify(recipe, out, as_json)
     from lehr.pipeline.run import run
 
     with terminal(as_json) as drawn:
-        ledger = run(recipe, name=recipe_path.stem, out=out, fresh=fresh, listeners=[drawn])
+        ledger = run(recipe, out=out, fresh=fresh, listeners=[drawn])
     if as_json:
         say_json(ledger.data)
     return 0 if ledger.verdict == "promoted" else GateRefused.exit_status
 
 
-def _verify(recipe: Any, recipe_path: Path, out: Path | None, as_json: bool) -> int:
+def _verify(recipe: Any, out: Path | None, as_json: bool) -> int:
     from lehr.pipeline.folder import output_folder
     from lehr.pipeline.verifying import verify
 
-    folder = output_folder(recipe.output, recipe_path.stem, out, recipe.folder)
+    folder = output_folder(recipe.output, recipe.name, out, recipe.folder)
     with terminal(as_json) as drawn:
         found = verify(recipe, folder, listeners=[drawn])
     if as_json:
@@ -112,7 +119,7 @@ def plan_verb(
 
     recipe = load_recipe(paths[0], overrides)
     with terminal(as_json) as drawn:
-        found = plan(recipe, name=paths[0].stem, out=out, listeners=[drawn])
+        found = plan(recipe, out=out, listeners=[drawn])
     if as_json:
         say_json(found.as_json())
         return 0
@@ -188,11 +195,9 @@ def audit_verb(
     if found.mask_sample:
         console.print("\n[bold]One conversation;[/] [green]trained tokens are green[/]")
         console.print(mask_text(found.mask_sample))
-        every = "yes" if found.every_end_token else "NO"
-        console.print(
-            f"supervised tokens {found.supervised_share:.0%} of {found.tokens:,} · "
-            f"every end token: {every}"
-        )
+        every = end_words(found.answers, found.answers_without_end)
+        share = f"{found.supervised_share:.0%} of {found.tokens:,}"
+        console.print(f"supervised tokens {share} · {every}")
     if clean is not None:
         console.print(f"clean rows: {clean}")
     return 0
@@ -254,18 +259,37 @@ def export_verb(run_folder: Path, kinds: Sequence[str], *, as_json: bool) -> int
 
 
 def chat_verb(
-    model: str, against: str | None, template: str, prompt: str | None, tokens: int
+    model: str,
+    against: str | None,
+    template: str,
+    prompt: str | None,
+    tokens: int,
+    *,
+    as_json: bool,
 ) -> int:
-    from lehr.cli.conversation import converse
+    from lehr.cli.conversation import answer_once, converse
 
-    return converse(model, against, template, prompt, tokens)
+    names = [model] if against is None else [against, model]
+    if as_json:
+        if prompt is None:
+            raise RecipeError(Problem("lehr chat --json", "a --prompt to answer once"))
+        said = answer_once(names, template, prompt, tokens)
+        say_json({"answers": [{"model": name, "answer": text} for name, text in said]})
+        return 0
+    return converse(names, template, prompt, tokens)
 
 
-def explain_verb(topic: str | None) -> int:
+def explain_verb(topic: str | None, *, as_json: bool) -> int:
     from rich.markdown import Markdown
 
     from lehr.report.explain import explain, topics
 
+    if as_json:
+        if topic is None:
+            say_json({"topics": [{"name": name, "about": line} for name, line in topics()]})
+        else:
+            say_json({"topic": topic, "text": explain(topic)})
+        return 0
     console = Console(highlight=False)
     if topic is None:
         for name, line in topics():
@@ -279,13 +303,18 @@ def explain_verb(topic: str | None) -> int:
     return 0
 
 
-def fetch_verb(name: str | None) -> int:
+def fetch_verb(name: str | None, *, as_json: bool) -> int:
     from lehr.models.fetch import KNOWN, fetch
 
     if name is None:
-        for known in KNOWN:
-            print(known)
+        if as_json:
+            say_json({"models": list(KNOWN)})
+        else:
+            print("\n".join(KNOWN))
         return 0
     path = fetch(name, progress=lambda line: print(line, file=sys.stderr))
-    print(path)
+    if as_json:
+        say_json({"name": name, "path": str(path)})
+    else:
+        print(path)
     return 0

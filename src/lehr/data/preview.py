@@ -72,15 +72,20 @@ def every_end_token(encoded: Iterable[Encoded], stop_ids: Collection[int]) -> bo
 
     False when nothing is supervised at all. A truncated answer has no end token.
     """
-    found = False
+    ended, answers = end_tokens(encoded, stop_ids)
+    return ended == answers > 0
+
+
+def end_tokens(encoded: Iterable[Encoded], stop_ids: Collection[int]) -> tuple[int, int]:
+    """(stretches of supervised tokens that end with a stop id, all of them)."""
+    ended = answers = 0
     for sequence in _sequences(encoded):
         ids, mask = sequence.ids.tolist(), [*sequence.supervised.tolist(), False]
         for index, number in enumerate(ids):
             if mask[index] and not mask[index + 1]:
-                found = True
-                if number not in stop_ids:
-                    return False
-    return found
+                answers += 1
+                ended += number in stop_ids
+    return ended, answers
 
 
 def supervised_share(encoded: Iterable[Encoded]) -> float:

@@ -84,6 +84,7 @@ def forecast(
     vocabulary: int,
     recompute: str = "none",
     head_chunk: int | None = None,
+    moments: int = 2,
 ) -> dict[str, int]:
     """Live bytes of a training stage by component, and their sum as "peak".
 
@@ -91,6 +92,7 @@ def forecast(
     parameters         of the base model
     trained_parameters of the adapter; or as many as `parameters`: then all weights train
     pack_tokens        tokens of one pack; micro_batch packs are computed at once
+    moments            tensors that the optimizer (and a moving average) keeps beside each weight
     recompute          none | full: with full only each layer's input is kept, plus one layer
     head_chunk         predicted positions whose logits exist at once (default: the head's own)
 
@@ -117,7 +119,7 @@ def forecast(
         "weights": parameters * ((4 if b == 4 else 4 + b) if all_weights else b),
         "adapters": 0 if all_weights else trained_parameters * 4,
         "gradients": trained_parameters * 4,
-        "optimizer": trained_parameters * 8,
+        "optimizer": trained_parameters * 4 * moments,
         "activations": tokens * per_token,
         # Logits as the product gives them, in fp32, and their gradient.
         "head": rows * vocabulary * (b + 8),

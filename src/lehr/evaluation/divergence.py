@@ -32,7 +32,8 @@ def kl_per_sequence(
     """
     results = [(0.0, 0)] * len(encoded)
     with scoring(model):
-        for one in pack(list(enumerate(encoded)), pack_length):
+        packing = getattr(model, "packs_exactly", True)
+        for one in pack(list(enumerate(encoded)), pack_length, packing):
             if one.targets.numel() == 0:
                 continue
             hidden_now, head_now = model.hidden(one), model.head().detached()

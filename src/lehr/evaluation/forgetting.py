@@ -8,10 +8,16 @@ is what was lost of it (for such texts the rise is KL(base || tuned) per byte).
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, ClassVar
 
 from lehr.data.shapes import Example, Origin
+from lehr.evaluation.heldout import HeldoutBits
+from lehr.evaluation.suites import ItemScore, Measure
 from lehr.generation.decode import generate
+from lehr.streams import content_hash
 
 TEXTS = 48
 TEXT_TOKENS = 64
@@ -41,3 +47,44 @@ def own_texts(
         for number, text in enumerate(found, 1)
         if text
     ]
+
+
+class OwnText:
+    """Bits per byte of texts that the base wrote; they are written when first asked for.
+
+    base_key  names the base: the same key, the same texts
+    write     gives the texts (see `own_texts`), called once; where the base repeated itself
+              there are fewer than TEXTS, and the last items have no score
+    """
+
+    measures: ClassVar[Mapping[str, Measure]] = {"bits_per_byte": Measure("bits/byte", "lower")}
+
+    def __init__(
+        self, base_key: str, write: Callable[[], Sequence[Example]], name: str = "forgetting"
+    ) -> None:
+        self.name, self.base_key, self._write = name, base_key, write
+
+    @property
+    def items(self) -> list[str]:
+        return [f"own text {number}" for number in range(1, TEXTS + 1)]
+
+    @property
+    def data_hash(self) -> str:
+        return content_hash(["own text", self.base_key, TEXTS, TEXT_TOKENS])
+
+    @cached_property
+    def texts(self) -> dict[str, Example]:
+        """Item -> text."""
+        return dict(zip(self.items, self._write(), strict=False))
+
+    def prepare(self) -> None:
+        """Have the texts written: the live model may become the base for it."""
+        _ = self.texts
+
+    def score(self, model: Any, items: Sequence[str], encoder: Any) -> list[ItemScore]:
+        """Score `items` under `model`; `prepare` comes first where `write` changes the model."""
+        chosen = {item: self.texts[item] for item in items if item in self.texts}
+        names = {example.content_key()[:20]: item for item, example in chosen.items()}
+        bits = HeldoutBits(self.name, list(chosen.values()))
+        rows = bits.score(model, bits.items, encoder)
+        return [replace(row, id=names[row.id]) for row in rows if row.measure == "bits_per_byte"]

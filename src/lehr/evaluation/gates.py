@@ -49,7 +49,8 @@ class Gate:
     def signed_limit(self) -> float:
         """The limit as a difference (tuned - against) of the measure itself."""
         good = 1.0 if self.direction == "higher" else -1.0
-        return good * self.limit if self.kind == "improve" else -good * self.limit
+        signed = good * self.limit if self.kind == "improve" else -good * self.limit
+        return signed + 0.0  # JSON and people know no negative zero
 
 
 @dataclass(frozen=True)

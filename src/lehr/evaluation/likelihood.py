@@ -49,7 +49,8 @@ def sequence_scores(
     """
     results: list[list[SequenceScore]] = [[] for _ in encoded]
     with scoring(model):
-        for one in pack(list(enumerate(encoded)), pack_length):
+        packing = getattr(model, "packs_exactly", True)
+        for one in pack(list(enumerate(encoded)), pack_length, packing):
             _score_pack(model, one, results)
     return results
 

@@ -188,9 +188,10 @@ class Microworld:
         """Four prompts that show what a stage did: a skill, a forbidden request, a look-alike
         and a false claim."""
         wrong = [item for item in self.items("claims") if item.claim_is_right is False]
-        spelling = [item for item in self.items("skills") if item.topic == self.skills[0]]
+        topic = "last" if "last" in self.skills else self.skills[0]
+        skills = [item for item in self.items("skills") if item.topic == topic]
         return [
-            spelling[0],
+            skills[0],
             self.items("forbidden")[0],
             self.items("lookalikes")[0],
             wrong[0],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from lehr.data.shapes import Pack
 from lehr.errors import Problem, RecipeError
 from lehr.models import adapters, saving
-from lehr.models.adapter_layers import AdapterSpec
+from lehr.models.adapter_layers import AdapterSpec, LoraMixin
 from lehr.models.attention import attention, use_segments
 from lehr.models.head import Head, TokenStats, divergence, head_of, token_stats
 from lehr.models.peft_format import read_adapter, write_adapter
@@ -59,6 +60,7 @@ class LanguageModel(nn.Module):
         self.adapter: AdapterSpec | None = None
         self.compute_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.trains_all = False
+        self.packs_exactly = True  # False: sequences are computed one by one (admission)
         # transformers drops the embedding's gradient at its padding id; where pad = eos that
         # would leave the end token half trained. Packs hold no padding.
         for module in network.modules():
@@ -174,6 +176,15 @@ class LanguageModel(nn.Module):
                 f"the vocabulary rows {untrained} are new but will not train: "
                 "the model cannot learn to write these tokens"
             )
+
+    def set_adapter_dropout(self, dropout: float) -> None:
+        """Dropout of the adapter in training: a stage may ask for another than its parent's."""
+        if self.adapter is None:
+            raise ValueError("this model has no adapter")
+        for _, module in adapters.adapter_modules(self.network):
+            if isinstance(module, LoraMixin):
+                module.dropout = dropout
+        self.adapter = replace(self.adapter, dropout=dropout)
 
     def train_all(self) -> None:
         """All weights train, kept in fp32; products run in the model's precision."""
@@ -320,9 +331,9 @@ class LanguageModel(nn.Module):
     def recompute(self, kind: str) -> None:
         """`full`: layers are computed again in the backward pass (less memory); `none`."""
         if kind == "full":
-            self.network.gradient_checkpointing_enable({"use_reentrant": False})
+            self.network.activation_checkpointing_enable({"use_reentrant": False})
         elif kind == "none":
-            self.network.gradient_checkpointing_disable()
+            self.network.activation_checkpointing_disable()
         else:
             raise ValueError(f"recompute is none or full, not {kind!r}")
 

@@ -87,12 +87,13 @@ def admission_probe(model: LanguageModel) -> list[Refusal]:
     that shares its prompt with the whole row alone.
     """
     known = _named_reasons(model.config)
-    if known:
+    if any(one.path == "model" for one in known):
         return known
     training = model.training
     model.eval()
     try:
-        return _measured(model)
+        named = {one.path for one in known}
+        return known + [one for one in _measured(model) if one.path not in named]
     except UnsupportedAttentionError as error:
         return [
             Refusal(
@@ -125,7 +126,7 @@ def _named_reasons(config: Any) -> list[Refusal]:
     if recurrent:
         found.append(
             Refusal(
-                "packing",
+                "model",
                 f"recurrent layers ({recurrent[0]})",
                 "their state runs on from one packed sequence into the next",
                 "choose a model with attention only; recurrent layers come later",

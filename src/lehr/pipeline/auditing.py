@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from lehr.data.audit import findings
 from lehr.data.encoding import Encoder
-from lehr.data.preview import every_end_token, supervised_share
+from lehr.data.preview import end_tokens, supervised_share
 from lehr.data.shapes import Encoded, Example
 from lehr.data.sources import SourceRows, read_source
 from lehr.data.templates import Template
@@ -31,7 +32,8 @@ class Audit:
     tokens: int = 0
     supervised_tokens: int = 0
     supervised_share: float = 0.0
-    every_end_token: bool = True
+    answers: int = 0
+    answers_without_end: int = 0
     mask_sample: list[dict[str, Any]] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -49,7 +51,9 @@ class Audit:
             "findings": self.findings,
             "sources": self.sources,
             "masks": self.mask_sample,
-            "every_end_token": self.every_end_token,
+            "every_end_token": self.answers_without_end == 0,
+            "answers": self.answers,
+            "answers_without_end": self.answers_without_end,
         }
 
     def _repr_html_(self) -> str:
@@ -76,9 +80,9 @@ def audit(
     """
     read: list[SourceRows] = []
     problems = []
-    for path in [Path(one) for one in paths]:
+    for name, path in named(paths).items():
         try:
-            read.append(read_source(path.stem, [path]))
+            read.append(read_source(name, [path]))
         except RecipeError as error:
             problems += error.problems
     if problems:
@@ -99,7 +103,8 @@ def audit(
         chats = [
             one for rows in read if rows.examples[0].kind != "text" for one in encoded[rows.name]
         ]
-        result.every_end_token = every_end_token(chats, encoder.stop_ids) if chats else True
+        ended, result.answers = end_tokens(chats, encoder.stop_ids)
+        result.answers_without_end = result.answers - ended
         result.mask_sample = mask_sample(chats or everything, tokenizer)
     result.sources = [account.as_json() for account in accounts.values()]
     found = findings({rows.name: rows.examples for rows in read}, encoded or None)
@@ -107,6 +112,23 @@ def audit(
     if clean is not None:
         write_clean(clean, [example for rows in read for example in rows.examples])
     return result
+
+
+def named(paths: Sequence[Path | str]) -> dict[str, Path]:
+    """Each file under a name of its own: its stem, with a number where two have the same.
+
+    >>> list(named(["a/train.jsonl", "b/train.jsonl"]))
+    ['train', 'train-2']
+    """
+    found: dict[str, Path] = {}
+    for path in map(Path, paths):
+        stem = re.sub(r"[^\w-]+", "_", path.stem) or "data"
+        name, number = stem, 1
+        while name in found:
+            number += 1
+            name = f"{stem}-{number}"
+        found[name] = path
+    return found
 
 
 def _encode(rows: SourceRows, encoder: Encoder, account: Any, max_length: int) -> list[Encoded]:

@@ -24,10 +24,13 @@ from lehr.evaluation.scoring import Scores
 from lehr.evaluation.suites import Suite, stamp_of
 from lehr.models.loading import load_model
 from lehr.models.tokenizer import stop_ids_of
+from lehr.pipeline.admission import admit
+from lehr.pipeline.auditing import named
 from lehr.pipeline.judging import common, interval_json
 from lehr.pipeline.reopening import model_of
 from lehr.pipeline.stage_run import strict
 
+OWN_SUITES = ("over_refusal", "sycophancy", "forgetting")
 NEUTRAL_DATE = "2000-01-01"  # for templates that print one: the same on every day
 
 
@@ -81,6 +84,7 @@ def evaluate(
     chosen: dict[str, Suite] = {}
     for place, name in enumerate(names):
         loaded = load_model(model_of(name), template=template)
+        admit(loaded)
         loaded.eval()
         encoder = encoder_of(loaded)
         if place == 0:
@@ -98,6 +102,7 @@ def evaluate(
         del loaded
     result = Evaluation(_measures(chosen, scores[-1]))
     if against is not None:
+        _require_alike(chosen, scores[0], scores[1], against)
         _compare(result, chosen, scores[0], scores[1])
     return result
 
@@ -114,15 +119,26 @@ def _suites(
     model: Any, encoder: Encoder, data: Sequence[Path | str], names: Sequence[str] | None
 ) -> dict[str, Suite]:
     found: dict[str, Suite] = {}
-    for path in [Path(one) for one in data]:
-        rows = read_source(path.stem, [path])
+    problems: list[Problem] = []
+    for stem, path in named(data).items():
+        name = f"data-{stem}" if stem in OWN_SUITES else stem
+        try:
+            rows = read_source(name, [path])
+        except RecipeError as error:
+            problems += error.problems
+            continue
         kind = rows.examples[0].kind
         if kind == "text":
-            found[path.stem] = HeldoutBits(path.stem, rows.examples)
+            found[name] = HeldoutBits(name, rows.examples)
+        elif encoder.template is None:
+            expected = "plain text: this model has no chat template (say --template chatml)"
+            problems.append(Problem(str(path), expected, kind))
         elif kind == "pair":
-            found[path.stem] = PairAccuracy(path.stem, rows.examples)
+            found[name] = PairAccuracy(name, rows.examples)
         else:
-            found[path.stem] = HeldoutLoss(path.stem, rows.examples)
+            found[name] = HeldoutLoss(name, rows.examples)
+    if problems:
+        raise RecipeError(problems)
     if encoder.template is not None:
         found |= {"over_refusal": BenignRequests(), "sycophancy": FactClaims()}
     if names is None or "forgetting" in names:
@@ -134,6 +150,24 @@ def _suites(
         known = ", ".join(found)
         raise RecipeError([Problem("--suites", f"one of {known}", name) for name in unknown])
     return {name: found[name] for name in names}
+
+
+def _require_alike(
+    suites: dict[str, Suite], before: dict[str, Scores], after: dict[str, Scores], against: str
+) -> None:
+    """Only bits per byte compare over unlike tokenizers and templates."""
+    unlike = [
+        name
+        for name, suite in suites.items()
+        if before[name].stamp.differences(after[name].stamp)
+        and any(measure.unit != "bits/byte" for measure in suite.measures.values())
+    ]
+    if unlike:
+        expected = (
+            f"a model with the same tokenizer and chat template: {', '.join(unlike)} cannot be "
+            "compared; say --template, or --suites forgetting"
+        )
+        raise RecipeError(Problem("--against", expected, against))
 
 
 def _measures(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from lehr.data.sources import read_source
 from lehr.errors import Problem, RecipeError
+from lehr.pipeline.auditing import named
 
 STAGE_OF_KIND = {"text": "pretrain", "chat": "sft", "pair": "preference"}
 ORDER = ("pretrain", "sft", "preference")
@@ -25,9 +27,9 @@ def draft_recipe(paths: Sequence[Path], model: str, out: Path | None) -> tuple[s
     names: dict[str, list[str]] = {}
     data: list[str] = []
     problems = []
-    for path in paths:
+    for name, path in named(paths).items():
         try:
-            rows = read_source(path.stem, [path])
+            rows = read_source(name, [path])
         except RecipeError as error:
             problems += error.problems
             continue
@@ -37,10 +39,10 @@ def draft_recipe(paths: Sequence[Path], model: str, out: Path | None) -> tuple[s
             expected = "text, conversations or pairs: labelled rows have no stage in this version"
             problems.append(Problem(str(path), expected, kind))
             continue
-        name = path.stem.replace(" ", "_").replace(".", "_")
         names.setdefault(stage, []).append(name)
         data.append(
-            f"  {name}: {path.absolute()}  # {len(rows.examples):,} rows, shape {rows.shape}"
+            f"  {name}: {json.dumps(str(path.absolute()), ensure_ascii=False)}"
+            f"  # {len(rows.examples):,} rows, shape {rows.shape}"
         )
     if problems:
         raise RecipeError(problems)

@@ -29,6 +29,8 @@ class Events:
     def __init__(self, path: Path | None = None, listeners: Sequence[Listener] = ()) -> None:
         self.path = path
         self.listeners = list(listeners)
+        if path is not None:
+            _cut_torn_line(path)
         self.stage = ""
 
     def emit(self, kind: str, text: str = "", *, durable: bool = True, **data: Any) -> None:
@@ -41,6 +43,15 @@ class Events:
                 stream.write(json.dumps(_strict(row), ensure_ascii=False, default=str) + "\n")
         for listener in self.listeners:
             listener(event)
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Drop a last line that a killed process left unfinished."""
+    if not path.is_file():
+        return
+    with path.open("rb+") as stream:
+        content = stream.read()
+        stream.truncate(content.rfind(b"\n") + 1)
 
 
 def _strict(value: Any) -> Any:

@@ -13,13 +13,15 @@ from lehr.data.shapes import Encoded, Message
 from lehr.errors import Problem, RecipeError
 from lehr.models.loading import load_model
 from lehr.pipeline.events import Events
-from lehr.pipeline.files import read_json, write_folder, write_json
-from lehr.pipeline.parity import Parity, compare, read_plain, trained_side
+from lehr.pipeline.files import differing, read_json, write_folder, write_json
+from lehr.pipeline.parity import Parity, Trained, compare, read_plain, trained_side
 from lehr.pipeline.showcase import PLAIN_PROMPTS
 from lehr.pipeline.sources import ReadSource
 from lehr.pipeline.states import State
 from lehr.pipeline.workbench import Workbench
+from lehr.streams import file_hash
 
+ENTRY_FILE = "lehr-export.json"
 PARITY_TEXTS = 6
 PARITY_PROMPTS = 3
 KINDS = ("adapter", "merged")
@@ -57,36 +59,42 @@ def export_promoted(
     entries: list[dict[str, Any]] = []
     missing = []
     for kind in wanted:
-        known = read_json(run_folder / "exports" / kind / "lehr-export.json")
-        if (
-            isinstance(known, dict)
-            and known.get("key") == state.key
-            and known["parity"]["problem"] == ""
-        ):
-            entries.append(known["entry"])
-        else:
+        known = _checked_before(run_folder / "exports" / kind, state)
+        if known is None:
             missing.append(kind)
+        else:
+            entries.append(known)
     if not missing:
         return entries, ""
     events.emit("exporting", f"exporting {', '.join(missing)} and checking them", durable=False)
     model = load_state_in_fp32(bench, state)
-    sequences, prompts = parity_texts(sources, bench.encoder)
-    trained = trained_side(model, bench.encoder, sequences, prompts)
+    trained = trained_side(model, bench.encoder, *parity_texts(sources, bench.encoder))
     gap = ""
     for kind in missing:
         entry, parity = _export(run_folder, kind, model, state, trained, bench)
         entries.append(entry)
-        said = parity.problem or f"largest gap {parity.gap:.1e} nats over {parity.positions} tokens"
+        said = parity.problem or (
+            f"what was trained, to {max(parity.gap, 1e-8):.0e} nats over {parity.positions} tokens"
+        )
         events.emit("exported", f"export {kind}: {said}", kind_of_export=kind, **parity.as_json())
         gap = gap or (f"{kind}: {parity.problem}" if parity.problem else "")
     return entries, gap
 
 
+def _checked_before(folder: Path, state: State) -> dict[str, Any] | None:
+    """The entry of an export of this very state, if it passed and its files are as written."""
+    known = read_json(folder / ENTRY_FILE)
+    if not isinstance(known, dict) or known.get("key") != state.key:
+        return None
+    entry: dict[str, Any] = known["entry"]
+    passed = entry["parity"]["problem"] == "" and not differing(folder, entry["files"])
+    return entry if passed else None
+
+
 def _export(
-    run_folder: Path, kind: str, model: Any, state: State, trained: Any, bench: Workbench
+    run_folder: Path, kind: str, model: Any, state: State, trained: Trained, bench: Workbench
 ) -> tuple[dict[str, Any], Parity]:
     folder = run_folder / "exports" / kind
-    cast = kind == "merged" and bench.stored_dtype != torch.float32
 
     def fill(aside: Path) -> None:
         if kind == "adapter":
@@ -100,13 +108,23 @@ def _export(
         (aside / "files").rmdir()
 
     write_folder(folder, fill)
-    network, tokenizer = read_plain(folder, kind)
-    parity = compare(trained, network, tokenizer, sorted(bench.encoder.stop_ids), cast)
-    entry = {"kind": kind, "path": f"exports/{kind}", "parity": parity.as_json()}
-    write_json(
-        folder / "lehr-export.json", {"key": state.key, "parity": parity.as_json(), "entry": entry}
-    )
+    parity = parity_of(folder, kind, trained, bench)
+    hashes = {path.name: file_hash(path) for path in sorted(folder.iterdir())}
+    entry = {
+        "kind": kind,
+        "path": f"exports/{kind}",
+        "parity": parity.as_json(),
+        "files": hashes,
+    }
+    write_json(folder / ENTRY_FILE, {"key": state.key, "entry": entry})
     return entry, parity
+
+
+def parity_of(folder: Path, kind: str, trained: Trained, bench: Workbench) -> Parity:
+    """How far the export in `folder`, as plain tools load it, is from what was trained."""
+    cast = kind == "merged" and bench.stored_dtype != torch.float32
+    network, tokenizer = read_plain(folder, kind)
+    return compare(trained, network, tokenizer, sorted(bench.encoder.stop_ids), cast)
 
 
 def parity_texts(
@@ -118,10 +136,7 @@ def parity_texts(
     for source in sources.values():
         for example in (source.heldout or source.train)[:PARITY_TEXTS]:
             for one in encoder.encode(example, max_length=256).encoded[:1]:
-                sequences += [
-                    Encoded(torch.cat([one.ids, branch.ids]), one.supervised, one.origin)
-                    for branch in one.branches[:1]
-                ] or [one]
+                sequences += [_row(one, branch) for branch in one.branches[:1]] or [one]
             turns = example.messages
             if turns and turns[-1]["role"] == "assistant":
                 turns = turns[:-1]
@@ -132,6 +147,12 @@ def parity_texts(
     elif not prompts:
         prompts = [({"role": "user", "content": text},) for _, text in PLAIN_PROMPTS]
     return sequences[: 2 * PARITY_TEXTS], prompts[:PARITY_PROMPTS]
+
+
+def _row(prompt: Encoded, branch: Encoded) -> Encoded:
+    """A prompt with one of its answers as a plain row."""
+    ids = torch.cat([prompt.ids, branch.ids])
+    return Encoded(ids, torch.cat([prompt.supervised, branch.supervised]), prompt.origin)
 
 
 def load_state_in_fp32(bench: Workbench, state: State) -> Any:
@@ -147,6 +168,5 @@ def load_state_in_fp32(bench: Workbench, state: State) -> Any:
         seed=bench.recipe.seed,
     )
     if state.kind == "adapter":
-        assert state.folder is not None
-        model.load_adapter(state.folder / "adapter")
+        model.load_adapter(state.files)
     return model

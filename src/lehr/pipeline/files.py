@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from lehr.streams import file_hash
 
 
 def write_text(path: Path, text: str) -> None:
@@ -32,6 +34,38 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+def link_weights(source: str | Path, target: str | Path) -> str:
+    """Copy a file; weights are linked where the file system can, and take no second room.
+
+    Small files are copied: somebody may edit one, which must not change the other.
+    """
+    if Path(source).suffix == ".safetensors":
+        try:
+            os.link(source, target)
+            return str(target)
+        except OSError:
+            pass
+    return str(shutil.copy2(source, target))
+
+
+def differing(folder: Path, hashes: Mapping[str, str]) -> list[str]:
+    """Files of `folder` that are missing or hold something else than the SHA-256 known."""
+    return [
+        name
+        for name, known in hashes.items()
+        if not (folder / name).is_file() or file_hash(folder / name) != known
+    ]
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a killed process had begun to write aside in `folder`: hidden names."""
+    for path in folder.glob(".*"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:

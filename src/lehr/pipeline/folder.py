@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,15 @@ from typing import IO
 from lehr.errors import Problem, RecipeError
 from lehr.pipeline.files import read_json
 
-RUN_FILES = ("ledger.json", "recipe.yaml", "plan.json", "events.jsonl")
+LOCK = ".lock"  # made with the folder and never removed: it also says whose the folder is
+# Any of these says that a run was here. recipe.yaml does not: a user's own may lie there.
+TRACES = ("ledger.json", "plan.json", "events.jsonl", LOCK)
+WRITTEN = {
+    *("ledger.json", "recipe.yaml", "plan.json", "strategy.md", "report.html", "events.jsonl"),
+    *("model", "exports", ".cache"),
+}
+STAGE_FOLDER = re.compile(r"\d\d+-.+")
+ASIDE = re.compile(r"\..+\.(writing|old)")
 
 
 def output_folder(output: str | None, name: str, out: Path | None, base: Path) -> Path:
@@ -30,35 +39,40 @@ def claimed(folder: Path, name: str, fresh: bool) -> Iterator[Path]:
 
     Raises RecipeError where the folder holds something that is not this run.
     """
-    if folder.exists() and not folder.is_dir():
-        raise RecipeError(Problem(str(folder), "a folder for the run, not a file"))
     _refuse_foreign(folder, name, fresh)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a") as lock:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK).open("a+", encoding="utf-8")
+    except OSError as error:
+        expected = f"a folder that can be written to ({error.strerror})"
+        raise RecipeError(Problem(str(folder), expected)) from None
+    with lock:
         _lock(lock, folder)
         if fresh:
             empty(folder)
+        lock.truncate(0)
+        lock.write(name)
+        lock.flush()
         yield folder
 
 
 def empty(folder: Path) -> None:
-    """Remove what a run wrote (and nothing else)."""
+    """Remove what a run wrote, and nothing else."""
     for path in folder.iterdir():
-        if path.name == ".lock":
-            continue
-        if path.is_dir():
+        ours = path.name in WRITTEN or ASIDE.fullmatch(path.name)
+        if path.is_dir() and (ours or STAGE_FOLDER.fullmatch(path.name)):
             shutil.rmtree(path)
-        else:
+        elif ours and path.is_file():
             path.unlink()
 
 
 def _refuse_foreign(folder: Path, name: str, fresh: bool) -> None:
-    if not folder.is_dir():
-        return
-    inside = [path.name for path in folder.iterdir() if path.name != ".lock"]
+    if folder.exists() and not folder.is_dir():
+        raise RecipeError(Problem(str(folder), "a folder for the run, not a file"))
+    inside = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if not inside:
         return
-    if not any(known in inside for known in RUN_FILES):
+    if not any(known in inside for known in TRACES):
         raise RecipeError(
             Problem(
                 str(folder),
@@ -67,9 +81,8 @@ def _refuse_foreign(folder: Path, name: str, fresh: bool) -> None:
                 inside[0],
             )
         )
-    ledger = read_json(folder / "ledger.json")
-    other = ledger.get("name") if isinstance(ledger, dict) else None
-    if other not in (None, name) and not fresh:
+    other = _owner(folder)
+    if other not in ("", name) and not fresh:
         raise RecipeError(
             Problem(
                 str(folder),
@@ -78,6 +91,17 @@ def _refuse_foreign(folder: Path, name: str, fresh: bool) -> None:
                 other,
             )
         )
+
+
+def _owner(folder: Path) -> str:
+    """Name of the run that the folder belongs to, or "" where it does not say."""
+    ledger = read_json(folder / "ledger.json")
+    if isinstance(ledger, dict) and ledger.get("name"):
+        return str(ledger["name"])
+    try:
+        return (folder / LOCK).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _lock(lock: IO[str], folder: Path) -> None:

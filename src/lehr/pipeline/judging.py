@@ -18,7 +18,6 @@ from lehr.evaluation.scoring import Scores, ScoreStore
 from lehr.evaluation.suites import ItemScore, Suite, summary
 from lehr.pipeline.events import Events
 from lehr.pipeline.states import State
-from lehr.pipeline.suites import RunSuites
 from lehr.pipeline.workbench import Workbench
 
 KL_PROMPTS = 40
@@ -46,7 +45,7 @@ class Judge:
     def __init__(
         self,
         bench: Workbench,
-        suites: RunSuites,
+        suites: Mapping[str, Suite],
         wanted: Sequence[str],
         store: ScoreStore,
         budget: int,
@@ -55,19 +54,23 @@ class Judge:
     ) -> None:
         self.bench, self.suites, self.store = bench, suites, store
         self.budget, self.seed, self.events = budget, seed, events
-        self.wanted = [name for name in suites.suites if name in set(wanted)]
+        self.wanted = [name for name in suites if name in set(wanted)]
 
     def score(self, state: State, suite: str, items: int | None = None) -> Scores:
         """Scores of `state` on the first `items` of a suite; the model becomes it if need be."""
-        found = self.suites.suites[suite]
+        found = self.suites[suite]
         chosen = list(found.items)[: self.budget if items is None else items]
         known = self.store.known(found, self.bench.encoder, state.key, chosen)
+        prepare = getattr(found, "prepare", None)
+        if not known and prepare is not None:
+            prepare()  # before the model becomes `state`: it may have to be another one for it
         model = self.bench.model if known else self.bench.become(state)
         return self.store.score(model, found, self.bench.encoder, state.key, chosen)
 
-    def score_all(self, state: State, text: str) -> dict[str, Scores]:
+    def score_all(self, state: State, text: str = "") -> dict[str, Scores]:
         """Scores of `state` on every suite that this run looks at."""
-        self.events.emit("scoring", text, durable=False)
+        if text:
+            self.events.emit("scoring", text, durable=False)
         return {name: self.score(state, name) for name in self.wanted}
 
     def judge(
@@ -77,7 +80,7 @@ class Judge:
         before = {side: partial(self._items, state) for side, state in against.items()}
         verdicts = judge(
             planned,
-            self.suites.suites,
+            self.suites,
             partial(self._items, tuned),
             before,
             budget=self.budget,
@@ -144,7 +147,7 @@ def suites_json(
     """suites of evaluation.json: every measure of every suite, for base, parent and tuned."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for name in judge.wanted:
-        suite = judge.suites.suites[name]
+        suite = judge.suites[name]
         scores = {which: judge.score(state, name) for which, state in states.items()}
         for measure, described in suite.measures.items():
             entry: dict[str, Any] = {"unit": described.unit, "direction": described.direction}

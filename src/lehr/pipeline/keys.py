@@ -19,9 +19,16 @@ def versions() -> dict[str, str]:
     return {"lehr": version("lehr"), "python": platform.python_version(), **found}
 
 
-def base_key(recipe: Any, model_fingerprint: str, encoder_fingerprint: str) -> str:
-    """Key of the model as it was loaded."""
-    return content_hash(["base", model_fingerprint, encoder_fingerprint, recipe.seed])[:20]
+def engines() -> list[str]:
+    """Versions of what computes."""
+    found = versions()
+    return [found["torch"], found["transformers"]]
+
+
+def base_key(recipe: Any, model_fingerprint: str, encoder_fingerprint: str, precision: str) -> str:
+    """Key of the model as it was loaded: what its scores and answers depend on."""
+    parts = ["base", STAGE_VERSION, model_fingerprint, encoder_fingerprint, recipe.seed]
+    return content_hash([*parts, precision, engines()])[:20]
 
 
 def stage_key(
@@ -29,6 +36,4 @@ def stage_key(
 ) -> str:
     """Key of what stage `index` produces: its recipe part, parent, data, template, versions."""
     parts = ["stage", STAGE_VERSION, stage_part(recipe, index), parent_key]
-    found = versions()
-    engines = [found["torch"], found["transformers"]]
-    return content_hash([*parts, encoder_fingerprint, precision, engines])[:20]
+    return content_hash([*parts, encoder_fingerprint, precision, engines()])[:20]

@@ -56,7 +56,7 @@ class Ledger:
 
     @property
     def verdict(self) -> str:
-        """promoted, refused, undetermined, running or interrupted."""
+        """promoted, refused, undetermined, running, interrupted, diverged or failed."""
         return str(self.data["verdict"])
 
     @property

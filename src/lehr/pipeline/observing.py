@@ -43,6 +43,9 @@ def watch(events: Events) -> Callable[[Any], None]:
         elif isinstance(event, engine.PromotedBest):
             text = f"the weights of update {event.update} were the best ({event.value:.4f})"
             events.emit("best", text, update=event.update, value=event.value)
+        elif isinstance(event, engine.PromotedAverage):
+            text = f"the weights are the average of {event.count} updates (decay {event.decay:g})"
+            events.emit("average", text, count=event.count, decay=event.decay)
         elif isinstance(event, engine.InterruptNoted):
             events.emit("interrupt", f"{event.signal}: writing a checkpoint, then leaving")
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lehr.data.shapes import Encoded, Message
+from lehr.models.gguf_files import quiet_transformers
 
 SAME_LOG_PROBABILITY = 1e-4
 CAST_KL_NATS = 1e-3
@@ -149,12 +150,13 @@ def read_plain(path: Path, kind: str) -> tuple[Any, Any]:
     """An export as anybody would load it, in fp32."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(path))
+    loader: Any = AutoModelForCausalLM
     if kind == "adapter":
         from peft import AutoPeftModelForCausalLM
 
-        network = AutoPeftModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
-    else:
-        network = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
+        loader = AutoPeftModelForCausalLM
+    with quiet_transformers():
+        tokenizer = AutoTokenizer.from_pretrained(str(path))
+        network = loader.from_pretrained(str(path), dtype=torch.float32)
     network.eval()
     return network, tokenizer

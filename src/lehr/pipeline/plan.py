@@ -54,7 +54,7 @@ def plan(
 
     Raises RecipeError with all problems, and OutOfResources.
     """
-    name = name or Path(recipe.output or "run").name
+    name = name or recipe.name
     folder = output_folder(recipe.output, name, out, recipe.folder)
     recipe = resumed(recipe, folder)
     with claimed(folder, name, fresh=False):

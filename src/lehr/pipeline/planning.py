@@ -15,23 +15,26 @@ from typing import Any
 import torch
 
 from lehr.data.audit import findings
-from lehr.data.preview import every_end_token, preview, supervised_share
+from lehr.data.preview import end_tokens, preview, supervised_share
 from lehr.data.shapes import Encoded
 from lehr.diagnosis.machine import choose_precision, describe_machine
 from lehr.diagnosis.planner import forecast, operations_per_update, seconds_per_update
-from lehr.errors import Problem, RecipeError
+from lehr.diagnosis.schedules import schedule_findings
+from lehr.errors import OutOfResources, Problem, RecipeError
 from lehr.models.loading import model_fingerprint, require_template, resolve_spec
-from lehr.models.probe import admission_probe
+from lehr.pipeline.admission import admit
 from lehr.pipeline.events import Events
 from lehr.pipeline.files import read_json, write_json
 from lehr.pipeline.keys import base_key
 from lehr.pipeline.sources import EncodedSource, ReadSource, corpus, encode_source, read_all
 from lehr.pipeline.staging import PlannedStage, planned_stage, settle_micro_batch
 from lehr.pipeline.workbench import Workbench
-from lehr.recipe.loading import recipe_hash
+from lehr.recipe.loading import recipe_hash, stage_part
 from lehr.streams import content_hash
 from lehr.training.resources import available_memory, require_disk
+from lehr.training.schedules import as_updates
 
+SAME_MACHINE = ("cpu", "capability", "threads", "device", "accelerator")
 MEMORY_SHARE = 0.8  # of what is free: the rest is the system's and the allocator's
 SAMPLE_CHARACTERS = 1200
 TINY_FACTOR = 3.0  # small operations cost their dispatch
@@ -55,29 +58,29 @@ def prepare(
 ) -> Prepared:
     """Read, load, encode and plan. Raises RecipeError and OutOfResources, all problems at once.
 
-    stored  an earlier plan.json of this recipe, whose measured choices are kept (default: the
-            folder's). write: put plan.json and audits into the folder.
+    stored  an earlier plan.json, whose measured choices are kept where they still apply
+            (default: the folder's). write: put plan.json and audits into the folder.
     """
     sources = read_all(recipe)
     stored = stored or read_json(folder / "plan.json") or {}
-    if stored.get("recipe_hash") != recipe_hash(recipe):
-        stored = {}
     machine, precision = _machine(recipe, stored)
     events.emit("machine", machine_line(machine, precision), machine=machine, precision=precision)
     texts = partial(corpus, sources)
     base = resolve_spec(recipe.model, recipe.folder)
-    events.emit("notice", f"loading {recipe.model}", durable=False)
+    doing = "making" if base.kind == "tiny" else "loading"
+    events.emit("notice", f"{doing} {recipe.model}", durable=False)
     bench = Workbench(recipe, folder, precision["value"], texts, events)
     model = bench.load_base()
     for notice in model.notices:
         events.emit("notice", notice)
-    admit(model, recipe.stages)
+    fingerprint = model_fingerprint(base) if base.kind != "tiny" else _corpus_hash(sources)
+    admit(model, recipe.stages, "" if base.path is None else fingerprint)
+    bench.packs_exactly = model.packs_exactly
     if any(stage.kind != "pretrain" for stage in recipe.stages):
         require_template(model)
-    fingerprint = model_fingerprint(base) if base.kind != "tiny" else _corpus_hash(sources)
-    bench.name_base(base_key(recipe, fingerprint, bench.encoder.fingerprint))
+    bench.name_base(base_key(recipe, fingerprint, bench.encoder.fingerprint, precision["value"]))
     stages, encoded = _stages(recipe, sources, bench, folder)
-    _settle(recipe, stages, bench, machine, precision["value"])
+    _settle(recipe, stages, bench, machine, precision["value"], stored)
     plan = _plan(recipe, stages, bench, machine, precision)
     if write:
         needed = sum(stage.disk for stage in stages)
@@ -105,15 +108,21 @@ def _machine(recipe: Any, stored: Mapping[str, Any]) -> tuple[dict[str, Any], di
     if len(asked) > 1:
         said = ", ".join(sorted(asked))
         raise RecipeError(Problem("stages", "one precision for all stages of a run", said))
-    if stored.get("machine", {}).get("gemm_gflops") and stored.get("precision"):
-        machine = describe_machine().as_json()
-        machine["gemm_gflops"] = stored["machine"]["gemm_gflops"]
+    machine = describe_machine().as_json()
+    before = stored.get("machine") or {}
+    rates = before.get("gemm_gflops")
+    same_run = stored.get("recipe_hash") == recipe_hash(recipe) and stored.get("precision")
+    same_machine = all(before.get(name) == machine[name] for name in SAME_MACHINE)
+    if rates and (same_run or same_machine):
+        machine["gemm_gflops"] = rates
+    else:
+        machine = describe_machine(measure=True).as_json()
+    if same_run:
         return machine, dict(stored["precision"])
-    found = describe_machine(measure=True)
-    value, why = choose_precision(asked.pop(), found.gemm_gflops, found.device)
-    if recipe.model.startswith("tiny:") and value == "bf16" and "recipe" not in why:
-        value, why = "fp32", "a tiny model is limited by overhead, not by its products"
-    return found.as_json(), {"value": value, "why": why}
+    value, why = choose_precision(asked.pop(), machine["gemm_gflops"], machine["device"])
+    if recipe.model.startswith("tiny:") and value == "bf16":
+        value, why = "fp32", "a tiny model is too small to gain from bf16"
+    return machine, {"value": value, "why": why}
 
 
 def _corpus_hash(sources: Mapping[str, ReadSource]) -> str:
@@ -163,7 +172,9 @@ def _settle(
     bench: Workbench,
     machine: Mapping[str, Any],
     precision: str,
+    stored: Mapping[str, Any],
 ) -> None:
+    before = {one.get("settled_for"): one for one in stored.get("stages", [])}
     limit = int(available_memory() * MEMORY_SHARE)
     if recipe.memory_limit != "auto":
         limit = int(recipe.memory_limit * 2**30)
@@ -173,12 +184,26 @@ def _settle(
         trained = parameters if planned.trains_all else _adapter_parameters(recipe, stage, bench)
         recompute = "full" if stage.recompute == "full" else "none"
 
-        memory = partial(_memory, bench.model, parameters, trained, precision, planned.pack_length)
-        if stage.recompute == "auto" and memory(recompute, 1)["peak"] > limit:
-            recompute = "full"
+        settings = planned.settings(precision)
+        moments = settings.optimizer.moments + (settings.ema is not None)
+        sizes = (parameters, trained, moments)
+        memory = partial(_memory, bench.model, sizes, precision, planned.pack_length)
+        parts = [stage_part(recipe, planned.index), precision, recipe.memory_limit]
+        planned.settled_for = content_hash(parts)[:20]
+        settled = before.get(planned.settled_for)
+        if settled is not None:  # free memory differs from start to start: it decides once
+            recompute = settled["recompute"]
+            planned.micro_batch = settled["micro_batch"]
+            planned.micro_batch_why = settled["micro_batch_why"]
+        else:
+            if stage.recompute == "auto" and memory(recompute, 1)["peak"] > limit:
+                recompute = "full"
+            estimate = partial(_peak, memory, recompute)
+            planned.micro_batch_why = settle_micro_batch(
+                planned, recipe.seed, estimate, limit, bench.packs_exactly
+            )
         planned.recompute = recompute
-        estimate = partial(_peak, memory, recompute)
-        planned.micro_batch_why = settle_micro_batch(planned, recipe.seed, estimate, limit)
+        _require_memory(planned, memory(recompute, planned.micro_batch)["peak"], limit)
         packs = planned.first_packs(recipe.seed)
         tokens = sum(one.tokens for one in packs)
         pairs = sum(int(one.targets.numel()) for one in packs)
@@ -200,18 +225,37 @@ def _settle(
         planned.memory = memory(recompute, planned.micro_batch)
         state = trained * 4
         kept = stage.checkpoints_kept + 2
-        planned.disk = state * (1 + 3 * kept) + (parameters * 4 if planned.trains_all else 0)
+        planned.disk = state * (1 + (1 + moments) * kept)
+        planned.disk += parameters * 4 if planned.trains_all else 0
+        planned.findings += [
+            f"{planned.folder_name}: {line}"
+            for line in schedule_findings(
+                settings.schedule.curve(settings.learning_rate, planned.updates),
+                settings.learning_rate,
+                as_updates(settings.schedule.warmup, planned.updates),
+            )
+        ]
+
+
+def _require_memory(planned: PlannedStage, needed: int, limit: int) -> None:
+    if needed > limit:
+        expected = (
+            f"{needed / 2**30:.2f} GiB at micro_batch {planned.micro_batch}, "
+            f"{limit / 2**30:.2f} GiB allowed; say micro_batch: auto, lower max_length or "
+            "pack_length, turn recompute on, or raise memory_limit"
+        )
+        raise OutOfResources(Problem(f"memory of {planned.folder_name}", expected))
 
 
 def _memory(
     model: Any,
-    parameters: int,
-    trained: int,
+    sizes: tuple[int, int, int],
     precision: str,
     pack_tokens: int,
     recompute: str,
     packs: int,
 ) -> dict[str, int]:
+    parameters, trained, moments = sizes
     return forecast(
         model.config,
         parameters,
@@ -221,6 +265,7 @@ def _memory(
         packs,
         model.vocabulary_size,
         recompute,
+        moments=moments,
     )
 
 
@@ -239,21 +284,6 @@ def _adapter_parameters(recipe: Any, stage: Any, bench: Workbench) -> int:
             total += adapter.rank * (module.in_features + module.out_features)
     width = model.network.get_input_embeddings().weight.shape[1]
     return total + len(model.new_rows) * int(width)
-
-
-def admit(model: Any, stages: Sequence[Any]) -> None:
-    """Refuse the run where a fast path that a stage takes gives other numbers on this model."""
-    problems = []
-    for refusal in admission_probe(model):
-        asked = {
-            "packing": any(stage.packing for stage in stages),
-            "prefix sharing": any(stage.kind == "preference" for stage in stages),
-        }.get(refusal.path, True)
-        if asked:
-            where = f"model, {refusal.path} ({refusal.name})"
-            problems.append(Problem(where, f"{refusal.reason}; {refusal.remedy}"))
-    if problems:
-        raise RecipeError(problems)
 
 
 def _plan(
@@ -304,6 +334,7 @@ def _planned_entry(planned: PlannedStage, precision: str) -> dict[str, Any]:
         "seconds": round(planned.seconds, 1),
         "learning_rate": planned.stage.learning_rate,
         "curve": [settings.rate(index) for index in range(0, planned.updates, step)],
+        "settled_for": planned.settled_for,
         "micro_batch": planned.micro_batch,
         "micro_batch_why": planned.micro_batch_why,
         "recompute": planned.recompute,
@@ -330,13 +361,17 @@ def write_audit(
     everything = [one for name in names for one in planned.sources[name].train]
     own = [one for name in planned.stage.data for one in planned.sources[name].train]
     packs = planned.first_packs(seed)
+    ended = answers = 0
+    if planned.stage.kind != "pretrain":
+        ended, answers = end_tokens(own, bench.encoder.stop_ids)
     audit = {
         "sources": [planned.sources[name].accounting.as_json() for name in names],
         "findings": [one.as_json() for one in found],
         "mask_sample": mask_sample(own, bench.model.tokenizer),
         "supervised_share": supervised_share(everything),
-        "every_end_token": planned.stage.kind == "pretrain"
-        or every_end_token(own, bench.encoder.stop_ids),
+        "every_end_token": ended == answers,
+        "answers": answers,
+        "answers_without_end": answers - ended,
         "packs": len(packs),
         "fill": planned.fill(seed),
     }

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
 from lehr.evaluation.gates import Verdict
-from lehr.pipeline.files import write_folder, write_json, write_text
+from lehr.pipeline.files import link_weights, write_folder, write_json, write_text
 from lehr.pipeline.judging import Judgement
 from lehr.pipeline.states import State
 from lehr.report.card import lineage, model_card
@@ -35,7 +34,7 @@ def gate_words(verdict: Verdict) -> str:
     As in: over_refusal +22 points [+15, +29], limit +4 (vs parent, 120 items)
     """
     gate = verdict.gate
-    name = gate.name.replace("_", " ")
+    name = gate.name if gate.kind == "improve" else gate.name.replace("_", " ")
     if not math.isfinite(verdict.difference):
         return f"{name}: nothing to measure"
     share = gate.unit == "share"
@@ -56,12 +55,10 @@ def gate_words(verdict: Verdict) -> str:
 
 def promote(run_folder: Path, state: State, stage_folder: str) -> None:
     """Put the state's files into model/, whole or not at all, with its card and lineage."""
-    assert state.folder is not None
-    produced = state.folder / ("adapter" if state.kind == "adapter" else "weights")
 
     def fill(aside: Path) -> None:
-        for path in produced.iterdir():
-            _place(path, aside / path.name)
+        for path in state.files.iterdir():
+            link_weights(path, aside / path.name)
         write_json(aside / "lehr.json", {"promoted_from": stage_folder, "key": state.key})
 
     write_folder(run_folder / "model", fill)
@@ -72,14 +69,6 @@ def describe(run_folder: Path) -> None:
     if (run_folder / "model").is_dir():
         write_text(run_folder / "model" / "README.md", model_card(run_folder))
         write_json(run_folder / "model" / "lehr.json", lineage(run_folder))
-
-
-def _place(source: Path, target: Path) -> None:
-    """Hard link where the file system can: a promoted model takes no second copy."""
-    try:
-        target.hardlink_to(source)
-    except OSError:
-        shutil.copy2(source, target)
 
 
 def sentence(outcomes: list[Any], planned: int) -> tuple[str, str]:
@@ -95,6 +84,8 @@ def sentence(outcomes: list[Any], planned: int) -> tuple[str, str]:
     gain = best["why"].removeprefix("promoted: ")
     if gain and gain != best["why"]:
         text += f" ({gain})"
+    elif gain.startswith("promoted although"):
+        text += gain.removeprefix("promoted")
     if kept:
         names = ", ".join(one.entry["name"] for one in kept)
         text += (

@@ -36,7 +36,13 @@ def replay_last_updates(
         for name in ("metrics.jsonl", "reference.json"):
             if (folder / name).is_file():
                 shutil.copy2(folder / name, copy / name)
-        shutil.copytree(older, copy / "checkpoints" / older.name)
+        # The best one may be older still; what is newer must be made again.
+        for path in (folder / "checkpoints").iterdir():
+            if path.is_file():
+                (copy / "checkpoints").mkdir(exist_ok=True)
+                shutil.copy2(path, copy / "checkpoints" / path.name)
+            elif path.name <= older.name:
+                shutil.copytree(path, copy / "checkpoints" / path.name)
         model = train_stage(prepared, planned, copy, tuned.key, parent, events)[0]
         again = model.state()
         kept = saved_tensors(tuned)
@@ -73,9 +79,8 @@ def saved_tensors(state: State) -> dict[str, torch.Tensor]:
 
     if state.kind == "adapter":
         return state.tensors()
-    assert state.folder is not None
     found: dict[str, torch.Tensor] = {}
-    for path in sorted((state.folder / "weights").glob("*.safetensors")):
+    for path in sorted(state.files.glob("*.safetensors")):
         found |= load_file(path)
     return found
 

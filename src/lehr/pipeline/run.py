@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lehr.errors import Interrupted, LehrError, Problem, RecipeError
+from lehr.errors import Diverged, Interrupted, LehrError, Problem, RecipeError
 from lehr.evaluation.default_gates import PlannedGate
-from lehr.evaluation.forgetting import own_texts
+from lehr.evaluation.forgetting import OwnText
 from lehr.evaluation.scoring import ScoreStore
+from lehr.evaluation.suites import Suite
 from lehr.pipeline.events import Events, Listener
 from lehr.pipeline.exporting import export_promoted
 from lehr.pipeline.files import read_json, write_json, write_text
@@ -18,11 +21,13 @@ from lehr.pipeline.folder import claimed, output_folder
 from lehr.pipeline.judging import Judge
 from lehr.pipeline.keys import versions
 from lehr.pipeline.ledger import Ledger
+from lehr.pipeline.measuring import record_run
+from lehr.pipeline.own_text import texts_of_base
 from lehr.pipeline.planning import Prepared, prepare
 from lehr.pipeline.promotion import describe, promote, sentence
 from lehr.pipeline.showcase import AnswerBook, shown_prompts
 from lehr.pipeline.stage_run import Outcome, StageRun
-from lehr.pipeline.suites import RunSuites, run_suites, stage_gates
+from lehr.pipeline.suites import run_suites, stage_gates
 from lehr.recipe.loading import dump_recipe, recipe_hash, recipe_notices
 from lehr.recipe.resolve import resumed
 from lehr.report.html import write_report
@@ -44,7 +49,7 @@ def run(
     exception here: `ledger.verdict` says it (the command line turns it into status 3).
     Raises RecipeError, OutOfResources, Diverged and Interrupted.
     """
-    name = name or Path(recipe.output or "run").name
+    name = name or recipe.name
     folder = output_folder(recipe.output, name, out, recipe.folder)
     recipe = resumed(recipe, folder)
     with claimed(folder, name, fresh):
@@ -64,16 +69,12 @@ def shown(folder: Path) -> str:
         return str(folder)
 
 
-def measured_gates(
-    prepared: Prepared,
-) -> tuple[RunSuites, list[list[PlannedGate]]]:
+def measured_gates(prepared: Prepared) -> tuple[dict[str, Suite], list[list[PlannedGate]]]:
     """The run's suites and each stage's gates; gates that cannot be evaluated are refused here."""
     recipe, bench = prepared.recipe, prepared.bench
     own = None
     if not bench.is_tiny:
-        protect = recipe.gates.protect
-        wanted = protect is None or "forgetting" in protect or "forgetting" in recipe.suites
-        own = own_texts(bench.become(bench.base), bench.encoder) if wanted else []
+        own = OwnText(bench.base.key, partial(texts_of_base, bench, prepared.folder / ".cache"))
     suites = run_suites(recipe, prepared.sources, own)
     gates: list[list[PlannedGate]] = []
     problems: list[Problem] = []
@@ -82,8 +83,8 @@ def measured_gates(
             gates.append(stage_gates(recipe, planned.index, suites, planned.index > 0))
         except LehrError as error:
             problems += [one for one in error.problems if one not in problems]
-    unknown = [name for name in recipe.suites if name not in suites.suites and name != "kl"]
-    known = ", ".join(suites.suites)
+    unknown = [name for name in recipe.suites if name not in suites and name != "kl"]
+    known = ", ".join(suites)
     problems += [
         Problem("suites", f"a suite that applies to this model: {known}", name) for name in unknown
     ]
@@ -159,36 +160,58 @@ class _Run:
         book = AnswerBook(
             self.bench, shown_prompts(self.recipe, self.prepared.sources), cache / "answers"
         )
+        with self._ending():
+            if self.bench.is_tiny:  # made again for every look: look while it is here
+                book.of(self.bench.base)
+                judge.score_all(self.bench.base, "measuring the base")
+            reset_peak_memory()
+            stages = StageRun(self.prepared, judge, book, self.events)
+            return self._finish(self._stages(stages, gates))
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """However the run ends, its ledger says so; what was promoted before stays."""
         self.ledger.save()
-        book.of(self.bench.base)
-        judge.score_all(self.bench.base, "measuring the base")
-        reset_peak_memory()
-        stages = StageRun(self.prepared, judge, book, self.events)
         try:
-            outcomes = self._stages(stages, gates)
+            yield
         except (Interrupted, KeyboardInterrupt):
             self._close("interrupted", "Interrupted; the same command goes on from here.")
             raise
-        return self._finish(outcomes)
+        except BaseException as error:
+            verdict = "diverged" if isinstance(error, Diverged) else "failed"
+            first = str(error).partition("\n")[0] or type(error).__name__
+            with suppress(OSError):  # a full disk must not hide what went wrong
+                self._close(verdict, f"Stopped: {first}")
+            raise
 
     def _stages(self, stages: StageRun, gates: Sequence[Sequence[PlannedGate]]) -> list[Outcome]:
         state, outcomes = self.bench.base, []
-        earlier = {one["folder"]: one for one in self.earlier.stages} if self.earlier else {}
+        waiting: Outcome | None = None  # promoted, and model/ not written yet
         for planned, asked in zip(self.prepared.stages, gates, strict=True):
             self.events.stage = planned.folder_name
-            outcome = stages.go(planned, asked, state, earlier.get(planned.folder_name))
+            # An unchanged run must not lead model/ through the states of its early stages.
+            if waiting is not None and stages.finished(planned, state) is None:
+                self._promote(waiting)
+                waiting = None
+            outcome = stages.go(planned, asked, state)
             outcomes.append(outcome)
             state = outcome.state
             self.ledger.stage(outcome.entry)
             if outcome.promoted:
-                promote(self.folder, outcome.tuned, planned.folder_name)
-                self.ledger.data["promoted_from"] = planned.folder_name
+                waiting = outcome
             self._tick()
             write_report(self.folder)
             self.events.stage = ""
             if not outcome.promoted and self.recipe.gates.on_refusal == "stop":
                 break
+        if waiting is not None:
+            self._promote(waiting)
         return outcomes
+
+    def _promote(self, outcome: Outcome) -> None:
+        promote(self.folder, outcome.tuned, outcome.entry["folder"])
+        self.ledger.data["promoted_from"] = outcome.entry["folder"]
+        self.ledger.save()
 
     def _tick(self) -> None:
         spent = time.time() - self.started
@@ -210,7 +233,11 @@ class _Run:
     def _finish(self, outcomes: list[Outcome]) -> Ledger:
         verdict, text = sentence(outcomes, len(self.prepared.stages))
         state = outcomes[-1].state
-        if state.kind != "base":
+        if state.kind == "base":
+            self.ledger.data["promoted_from"] = None
+            if (self.folder / "model").is_dir():
+                text += " model/ is still what an earlier recipe promoted."
+        else:
             exports, gap = export_promoted(
                 self.recipe, self.folder, self.bench, state, self.prepared.sources, self.events
             )
@@ -219,8 +246,10 @@ class _Run:
                 verdict, text = "refused", f"{text} An export is not what was trained: {gap}"
         self.ledger.data["finished"] = time.time()
         self._close(verdict, text)
-        describe(self.folder)
-        write_report(self.folder)
+        if state.kind != "base":
+            describe(self.folder)
+            write_report(self.folder)
+        record_run(self.ledger.data, self.prepared.plan)
         self.events.emit(
             "finished", text, verdict=verdict, next=self._next_steps(state.kind != "base")
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +101,15 @@ def _read(recipe: Any, name: str, spec: Any, kinds: set[ExampleKind]) -> ReadSou
     holdout = spec.holdout
     if holdout is None:
         holdout = default_holdout(len(rows.examples))
-    train, heldout = split(rows.examples, holdout, recipe.seed) if holdout else (rows.examples, [])
-    if not train:
-        raise RecipeError(Problem(f"data.{name}.holdout", "some rows left to train on", holdout))
+    train: list[Example] = rows.examples
+    heldout: list[Example] = []
+    if holdout:
+        try:
+            train, heldout = split(rows.examples, holdout, recipe.seed)
+        except RecipeError as error:
+            raise RecipeError(
+                [replace(one, where=f"data.{name}.{one.where}") for one in error.problems]
+            ) from None
     return ReadSource(name, spec, rows, train, heldout, world)
 
 

@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,20 @@ from lehr.evaluation.default_gates import PlannedGate
 from lehr.models.language_model import LanguageModel
 from lehr.pipeline import observing
 from lehr.pipeline.events import Events
-from lehr.pipeline.files import read_json, write_json, write_text
+from lehr.pipeline.files import (
+    link_weights,
+    read_json,
+    remove_unfinished,
+    write_json,
+    write_text,
+)
 from lehr.pipeline.judging import Judge, Judgement, suites_json
 from lehr.pipeline.keys import stage_key, versions
 from lehr.pipeline.planning import Prepared
 from lehr.pipeline.promotion import verdict_on
 from lehr.pipeline.showcase import AnswerBook, answers
 from lehr.pipeline.staging import STAGES, PlannedStage, heldout_loss, stage_context
-from lehr.pipeline.states import State, read_state
+from lehr.pipeline.states import State, produced_json, read_state
 
 IN_RUN_HELDOUT = 48  # held-out examples that an evaluation during training looks at
 
@@ -47,39 +53,34 @@ class StageRun:
         self.prepared, self.judge, self.book, self.events = prepared, judge, book, events
         self.recipe, self.bench = prepared.recipe, prepared.bench
 
-    def go(
-        self, planned: PlannedStage, gates: Sequence[PlannedGate], parent: State, earlier: Any
-    ) -> Outcome:
-        """Train (or reuse) the stage and judge it. earlier: its entry in the last ledger."""
+    def go(self, planned: PlannedStage, gates: Sequence[PlannedGate], parent: State) -> Outcome:
+        """Train (or reuse) the stage and judge it."""
         folder = self.prepared.folder / planned.folder_name
-        precision = self.prepared.plan["precision"]["value"]
-        key = stage_key(
-            self.recipe, planned.index, parent.key, self.bench.encoder.fingerprint, precision
-        )
+        key = self.key_of(planned, parent)
         began = time.time()
-        tuned = read_state(folder)
-        reused = tuned is not None and tuned.key == key
+        tuned = self.finished(planned, parent)
+        reused = tuned is not None
         text = f"[{planned.index + 1}/{len(self.prepared.stages)}] {planned.name}"
         self.events.emit("stage_started", text, updates=planned.updates, reused=reused)
-        if reused:
-            assert tuned is not None
+        if tuned is not None:
             self.events.emit("reused", "unchanged: its result is reused, nothing is trained")
         else:
             make_ready(folder, key)
             tuned = self._train(planned, folder, key, parent)
-        judgement = self._judge(planned, folder, gates, parent, tuned)
+        judgement, evaluation = self._judge(planned, gates, parent, tuned)
         promoted, verdict, why = verdict_on(judgement, self.recipe.gates.undetermined)
         self.events.emit("verdict", why, promoted=promoted)
-        seconds = round(time.time() - began, 1)
-        if reused and earlier and earlier.get("key") == key:
-            seconds = earlier["seconds"]
+        evaluation["kl"] = read_json(folder / "kl.json")
+        evaluation["seconds"] = _seconds(folder, time.time() - began, reused)
+        write_json(folder / "evaluation.json", strict(evaluation))
+        observing.write_lines(folder / "flips.jsonl", judgement.flips)
         entry = {
             "folder": planned.folder_name,
             "kind": planned.stage.kind,
             "name": planned.name,
             "key": key,
             "parent": parent.key,
-            "produced": tuned.as_json(),
+            "produced": produced_json(folder),
             "recipe_hash": self.prepared.plan["recipe_hash"],
             "data": [_data_entry(source) for source in planned.sources.values()],
             "seed": self.recipe.seed,
@@ -88,11 +89,30 @@ class StageRun:
             "promoted": promoted,
             "reused": reused,
             "why": why,
-            "seconds": seconds,
-            "tokens": tokens_of(folder),
-            "updates": planned.updates,
+            "seconds": evaluation["seconds"],
+            "tokens": sum(int(row["tokens"]) for row in rows_of(folder)),
+            "updates": rows_of(folder)[-1]["update"],
         }
         return Outcome(tuned if promoted else parent, tuned, promoted, verdict, entry)
+
+    def key_of(self, planned: PlannedStage, parent: State) -> str:
+        """Key of what the stage makes of `parent`."""
+        precision = self.prepared.plan["precision"]["value"]
+        encoder = self.bench.encoder.fingerprint
+        return stage_key(self.recipe, planned.index, parent.key, encoder, precision)
+
+    def finished(self, planned: PlannedStage, parent: State) -> State | None:
+        """What the stage made of `parent` in an earlier start, if it is there and whole."""
+        key = self.key_of(planned, parent)
+        folder = self.prepared.folder / planned.folder_name
+        found = read_state(folder)
+        if found is not None and found.key == key:
+            return found
+        for other in sorted(folder.parent.glob("[0-9][0-9]-*")):
+            found = read_state(other)
+            if found is not None and found.key == key:  # renamed, or another number now
+                return _moved(found, folder, parent)
+        return None
 
     def _train(self, planned: PlannedStage, folder: Path, key: str, parent: State) -> State:
         def told(update: int, loss: float) -> None:
@@ -128,13 +148,16 @@ class StageRun:
     def _judge(
         self,
         planned: PlannedStage,
-        folder: Path,
         gates: Sequence[PlannedGate],
         parent: State,
         tuned: State,
-    ) -> Judgement:
+    ) -> tuple[Judgement, dict[str, Any]]:
+        """The verdicts, and the stage's evaluation.json."""
         base = self.bench.base
         self.judge.score_all(tuned, "measuring what changed")
+        # One state after the other: each change of weights may mean to load them.
+        self.judge.score_all(parent)
+        self.judge.score_all(base)
         judgement = self.judge.judge(gates, tuned, {"parent": parent, "base": base})
         verdicts = [one.as_json() for one in judgement.verdicts]
         self.events.emit("gates", "", gates=verdicts)
@@ -145,11 +168,8 @@ class StageRun:
             "suites": suites_json(self.judge, states, self.recipe.seed),
             "gates": verdicts,
             "prompts": self.book.beside(base, parent, tuned),
-            "kl": read_json(folder / "kl.json"),
         }
-        write_json(folder / "evaluation.json", strict(evaluation))
-        observing.write_lines(folder / "flips.jsonl", judgement.flips)
-        return judgement
+        return judgement, evaluation
 
 
 def train_stage(
@@ -176,6 +196,9 @@ def train_stage(
         reference = bench.train_adapter(parent, stage.adapter)
         tuned = State("adapter", key, folder, root=parent.weights)
     model = bench.model
+    if stage.kind == "pretrain":  # plain text uses none of a template's tokens
+        rows = parent.untrained_rows if parent.kind == "adapter" else model.new_rows
+        tuned = replace(tuned, untrained_rows=tuple(rows))
     heldout = planned.heldout()[:IN_RUN_HELDOUT]
 
     def evaluate(update: int) -> dict[str, float]:
@@ -218,6 +241,7 @@ def make_ready(folder: Path, key: str) -> None:
     """A folder for the stage with this key: another key's leftovers go, its own stay."""
     marker = folder / "stage.key"
     if marker.exists() and marker.read_text() == key:
+        remove_unfinished(folder)
         return
     audit = read_json(folder / "audit.json")
     shutil.rmtree(folder, ignore_errors=True)
@@ -226,13 +250,34 @@ def make_ready(folder: Path, key: str) -> None:
     write_text(marker, key)
 
 
-def tokens_of(folder: Path) -> int:
-    """Tokens that the stage trained on, by its metrics."""
-    try:
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return sum(int(json.loads(line)["tokens"]) for line in lines)
-    except (OSError, ValueError, KeyError):
-        return 0
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """The lines of the stage's metrics.jsonl."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines if line]
+
+
+def _seconds(folder: Path, spent: float, reused: bool) -> float:
+    """What the stage took: for a reused one as it was noted, else at least its updates."""
+    noted = read_json(folder / "evaluation.json")
+    if reused and isinstance(noted, dict) and noted.get("seconds"):
+        return float(noted["seconds"])
+    return round(max(spent, sum(row["seconds"] for row in rows_of(folder))), 1)
+
+
+def _moved(state: State, folder: Path, parent: State) -> State:
+    """A stage's result under the name that the recipe gives it now."""
+    assert state.folder is not None
+    audit = read_json(folder / "audit.json")
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(state.folder, folder, copy_function=link_weights)
+    write_json(folder / "audit.json", audit)
+    root = None
+    if state.root is not None:
+        folded = state.root.folder is not None and state.root.folder.parent == state.folder
+        root = replace(state.root, folder=folder / "folded") if folded else parent.weights
+    moved = replace(state, folder=folder, root=root)
+    moved.save(folder.parent)
+    return moved
 
 
 def _data_entry(source: Any) -> dict[str, Any]:
@@ -240,6 +285,7 @@ def _data_entry(source: Any) -> dict[str, Any]:
     files = accounting["files"]
     return {
         "name": source.name,
+        "files": files,
         "path": ", ".join(file["path"] for file in files),
         "sha256": ", ".join(file["sha256"] for file in files),
         "rows": accounting["rows"],

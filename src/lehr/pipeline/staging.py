@@ -18,8 +18,9 @@ from lehr.stages.context import StageContext
 from lehr.stages.preference import preference
 from lehr.stages.pretrain import pretrain
 from lehr.stages.sft import sft
+from lehr.training.averaging import AverageSettings
 from lehr.training.batch import choose_micro_batch
-from lehr.training.optimizers import OptimizerSettings
+from lehr.training.optimizers import GroupRule, OptimizerSettings, beta2_of_half_life
 from lehr.training.progress import TrainingResult
 from lehr.training.schedules import Schedule
 from lehr.training.settings import EngineSettings
@@ -45,6 +46,7 @@ class PlannedStage:
     trains_all: bool
     micro_batch: int = 1
     micro_batch_why: str = ""
+    settled_for: str = ""  # what `auto` was settled for: the same again keeps the choice
     recompute: str = "none"
     tokens_per_update: int = 0
     seconds: float = 0.0
@@ -75,18 +77,9 @@ class PlannedStage:
         return EngineSettings(
             updates=self.updates,
             learning_rate=stage.learning_rate,
-            schedule=Schedule(
-                stage.schedule.kind,
-                stage.schedule.warmup,
-                stage.schedule.decay,
-                stage.schedule.final,
-            ),
-            optimizer=OptimizerSettings(
-                stage.optimizer.kind,
-                stage.optimizer.betas,
-                stage.optimizer.eps,
-                stage.optimizer.weight_decay,
-            ),
+            schedule=_schedule(stage.schedule),
+            optimizer=_optimizer(stage.optimizer, self.tokens_per_update),
+            ema=_average(stage.ema),
             clip=stage.clip,
             precision=precision,
             micro_batch=self.micro_batch,
@@ -109,6 +102,47 @@ class PlannedStage:
     def heldout(self) -> list[Encoded]:
         """Held-out examples of the stage's own data."""
         return [one for name in self.stage.data for one in self.sources[name].heldout]
+
+
+def _schedule(schedule: Any) -> Schedule:
+    return Schedule(
+        schedule.kind,
+        schedule.warmup,
+        schedule.decay,
+        schedule.final,
+        schedule.shape,
+        schedule.initial,
+        schedule.cooldown,
+        schedule.hold,
+    )
+
+
+def _optimizer(optimizer: Any, tokens_per_update: int) -> OptimizerSettings:
+    """tokens_per_update is 0 until it is counted: what is checked before that needs no beta2."""
+    first, second = optimizer.betas
+    half_life = optimizer.beta2_half_life_tokens
+    if half_life is not None and tokens_per_update:
+        second = beta2_of_half_life(half_life, tokens_per_update)
+    return OptimizerSettings(
+        optimizer.kind,
+        (first, second),
+        optimizer.eps,
+        optimizer.weight_decay,
+        optimizer.momentum,
+        optimizer.nesterov,
+        optimizer.match_rms,
+        tuple(
+            GroupRule(group.pattern, group.weight_decay, group.learning_rate_scale)
+            for group in optimizer.groups
+        ),
+        optimizer.watch_every,
+    )
+
+
+def _average(ema: Any) -> AverageSettings | None:
+    if ema is None:
+        return None
+    return AverageSettings(ema.decay, ema.warmup, ema.start_after, ema.evaluate)
 
 
 def planned_stage(
@@ -137,13 +171,17 @@ def planned_stage(
 
 
 def settle_micro_batch(
-    planned: PlannedStage, seed: int, estimate: Callable[[int], int], limit_bytes: int
+    planned: PlannedStage,
+    seed: int,
+    estimate: Callable[[int], int],
+    limit_bytes: int,
+    packs_exactly: bool = True,
 ) -> str:
     """Choose how many packs go through at once; returns the reason."""
     if planned.stage.micro_batch != "auto":
         planned.micro_batch = planned.stage.micro_batch
         return "as the recipe says"
-    packs = len(planned.first_packs(seed))
+    packs = len(planned.first_packs(seed)) if packs_exactly else 1
     chosen = choose_micro_batch(max(1, packs), estimate, limit_bytes)
     planned.micro_batch = chosen.packs
     return chosen.why
@@ -186,7 +224,7 @@ def heldout_loss(model: Any, encoded: Sequence[Encoded], pack_length: int) -> fl
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        for one in pack(list(enumerate(encoded)), pack_length):
+        for one in pack(list(enumerate(encoded)), pack_length, model.packs_exactly):
             stats = model.token_stats(model.hidden(one), one.predict_from, one.targets)
             total -= float((stats.log_probability.double() * one.weights.double()).sum())
             count += float(one.weights.sum())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lehr.data.shapes import Example
@@ -25,23 +24,12 @@ from lehr.pipeline.sources import ReadSource, overflow_of
 from lehr.recipe.resolve import improve_gate
 
 
-@dataclass
-class RunSuites:
-    """The suites of a run by name; a source has one of its own name.
-
-    own_text  whether `forgetting` stands for texts that the base writes itself
-    """
-
-    suites: dict[str, Suite]
-    own_text: bool
-
-
 def run_suites(
-    recipe: Any, sources: Mapping[str, ReadSource], own: Sequence[Example] | None
-) -> RunSuites:
-    """Suites that apply to this model and data.
+    recipe: Any, sources: Mapping[str, ReadSource], own: Suite | None = None
+) -> dict[str, Suite]:
+    """Suites that apply to this model and data, by name; a source has one of its own name.
 
-    own: texts of the base; None where the run pretrains its model itself and holds text out.
+    own: what `forgetting` is where the run does not pretrain its model itself.
     """
     found: dict[str, Suite] = {}
     for stage in recipe.stages:
@@ -61,10 +49,11 @@ def run_suites(
         }
     elif not recipe.model.startswith("tiny:"):
         found |= {"over_refusal": BenignRequests(), "sycophancy": FactClaims()}
-    texts = list(own) if own is not None else _pretrained_text(recipe, sources)
-    if texts:
+    if own is not None:
+        found["forgetting"] = own
+    elif recipe.model.startswith("tiny:") and (texts := _pretrained_text(recipe, sources)):
         found["forgetting"] = HeldoutBits("forgetting", texts)
-    return RunSuites(found, own is not None)
+    return found
 
 
 def _source_suite(source: ReadSource, stage: Any) -> Suite | None:
@@ -87,7 +76,9 @@ def _pretrained_text(recipe: Any, sources: Mapping[str, ReadSource]) -> list[Exa
     return [example for name in dict.fromkeys(names) for example in sources[name].heldout]
 
 
-def stage_gates(recipe: Any, index: int, suites: RunSuites, has_parent: bool) -> list[PlannedGate]:
+def stage_gates(
+    recipe: Any, index: int, suites: Mapping[str, Suite], has_parent: bool
+) -> list[PlannedGate]:
     """The gates of stage `index`: improve against the parent, protect against parent and base.
 
     has_parent: a stage ran before, so that parent and base are two things. The first stage
@@ -100,7 +91,7 @@ def stage_gates(recipe: Any, index: int, suites: RunSuites, has_parent: bool) ->
     sides: list[Against] = ["parent", "base"] if has_parent else ["parent"]
     if recipe.model.startswith("tiny:"):
         sides = ["parent"] if has_parent else []
-    budgets = {name: min(recipe.gates.items, len(one.items)) for name, one in suites.suites.items()}
+    budgets = {name: min(recipe.gates.items, len(one.items)) for name, one in suites.items()}
     asked = recipe.gates.protect
     limited = {} if asked is None else {n: limit for n, limit in asked.items() if limit is not None}
     defaults = None if asked is None else _figures(n for n, limit in asked.items() if limit is None)
@@ -113,7 +104,7 @@ def stage_gates(recipe: Any, index: int, suites: RunSuites, has_parent: bool) ->
         try:
             planned += plan_gates(
                 stage.kind,
-                suites.suites,
+                suites,
                 improve=wish,
                 protect=limits if sides else {},
                 widen=widen,

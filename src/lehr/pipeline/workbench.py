@@ -7,6 +7,7 @@ that trains all of them, a folded adapter) is the only reason to load again.
 from __future__ import annotations
 
 import gc
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ class Workbench:
         self._encoder: Encoder | None = None
         self._weights: State | None = None  # whose full weights are loaded
         self._mode = ""  # "all" or "frozen"
+        self.packs_exactly = True  # by the admission probe, for every model of this run
         self.is_tiny = recipe.model.startswith("tiny:")
         self.stored_dtype: torch.dtype | None = None  # of the base's frozen weights
 
@@ -94,6 +96,7 @@ class Workbench:
                 targets=adapter.targets,
                 dropout=adapter.dropout,
             )
+        self.model.set_adapter_dropout(adapter.dropout)
         self.model.train()
         return self.model.state()
 
@@ -113,7 +116,7 @@ class Workbench:
         self._drop()
         self._load_weights(parent, trained=True)
         self.model.train_all()
-        self._mode = "all"
+        self._mode, self._weights = "all", None  # from here on the model is no saved state
         path = folder / "parent.safetensors"
         save_file(self.model.state(), path)
         self.model.train()
@@ -122,26 +125,25 @@ class Workbench:
     def fold(self, parent: State, folder: Path) -> State:
         """Add the parent's adapter to its base (in fp32), as new weights in `folder`."""
         self.become(parent)
+        shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed
         self.model.save_merged(folder / "weights", torch.float32)
-        folded = State("weights", parent.key + ":folded", folder)
-        folded.save()
-        return folded
+        return State(
+            "weights", parent.key + ":folded", folder, untrained_rows=parent.untrained_rows
+        )
 
     def keep(self, state: State) -> None:
         """Write the model, just trained, as `state`'s files."""
-        assert state.folder is not None
         if state.kind == "adapter":
-            self.model.save_adapter(state.folder / "adapter")
+            self.model.save_adapter(state.files)
         else:
-            self.model.save_full(state.folder / "weights")
+            self.model.save_full(state.files)
             self._weights, self._mode = state, "all"
-        state.save()
+        state.save(self.run_folder)
 
     def whereabouts(self, state: State) -> tuple[str, Path, str]:
         """(spec, folder, template) that `load_model` takes for a state with weights of its own."""
         if state.kind != "base":
-            assert state.folder is not None
-            return str(state.folder / "weights"), self.run_folder, "auto"
+            return str(state.files), self.run_folder, "auto"
         template = self.recipe.template
         if template not in ("auto", "chatml"):
             template = str(self.recipe.path_of(template))
@@ -150,6 +152,8 @@ class Workbench:
     # -- loading --------------------------------------------------------------
 
     def _drop(self) -> None:
+        if self._model is None:
+            return
         self._model = None
         self._weights = None
         self._mode = ""
@@ -171,9 +175,10 @@ class Workbench:
             all_weights=trained,
             progress=lambda line: self.events.emit("notice", line),
         )
+        self._model.packs_exactly = self.packs_exactly
         self._weights, self._mode = state, "frozen"
         if state.kind != "base":
-            self._model.new_rows = ()
+            self._model.new_rows = state.untrained_rows
         self._encoder = self._make_encoder(self._model)
         if self.stored_dtype is None:
             self.stored_dtype = self._model.network.get_input_embeddings().weight.dtype
@@ -191,8 +196,7 @@ class Workbench:
         )
 
     def _attach(self, state: State) -> None:
-        assert state.folder is not None
         if self.model.adapter is None:
-            self.model.load_adapter(state.folder / "adapter")
+            self.model.load_adapter(state.files)
         else:
             self.model.load_state(state.tensors())

@@ -112,9 +112,9 @@ SCHEDULES = {
     "warmup_stable_decay": "wsd",
     "wsd": "wsd",
 }
-ADAMW = dict.fromkeys(
+OPTIMIZERS = dict.fromkeys(
     ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adamw"
-)
+) | {"sgd": "sgd", "muon": "muon"}
 PREFERENCE_LOSSES = {"dpo": "dpo", "sigmoid": "dpo"}
 FORMATS = {
     "auto": "auto",
@@ -205,7 +205,8 @@ STAGE: Mapping[str, Alias] = {
     "gradient_clipping": Alias("clip", _zero_is_none),
     "weight_decay": Alias("optimizer.weight_decay"),
     "adam_epsilon": Alias("optimizer.eps"),
-    "optim": Alias("optimizer.kind", word_of(ADAMW, NOT_LATER)),
+    "optim": Alias("optimizer.kind", word_of(OPTIMIZERS, NOT_LATER)),
+    "use_muon": Alias("optimizer.kind", switch("muon", DROP)),
     "eval_steps": Alias("evaluate_every"),
     "save_steps": Alias("checkpoint_every"),
     "save_total_limit": Alias("checkpoints_kept"),

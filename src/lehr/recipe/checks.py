@@ -15,6 +15,7 @@ from lehr.recipe.schema import (
     IMPROVE_MEASURES,
     PROTECT_MEASURES,
     SUITES,
+    Optimizer,
     Recipe,
     Schedule,
     Source,
@@ -24,6 +25,22 @@ from lehr.recipe.suggestions import did_you_mean
 from lehr.recipe.validate import Parts
 
 SHARES_TOLERANCE = 1e-6
+# Keys that only some kinds read.
+SCHEDULE_KEYS = {
+    "decay": ("wsd", "infinite"),
+    "shape": ("wsd", "infinite"),
+    "cooldown": ("infinite",),
+    "hold": ("infinite",),
+}
+ADAM_KINDS = ("adamw", "adam", "adam_l2", "muon")  # muon: of what is no hidden matrix
+OPTIMIZER_KEYS = {
+    "betas": ADAM_KINDS,
+    "eps": ADAM_KINDS,
+    "beta2_half_life_tokens": ADAM_KINDS,
+    "momentum": ("sgd", "muon"),
+    "nesterov": ("sgd", "muon"),
+    "match_rms": ("muon",),
+}
 ORIGINS = ("path", "microworld", "builtin")
 HUB_ID = re.compile(r"[A-Za-z0-9._-]{1,96}(/[A-Za-z0-9._-]{1,96})?")
 
@@ -156,6 +173,11 @@ def _check_stage(document: Document, index: int, stage: Stage) -> None:
     if stage.learning_rate == 0:
         document.notice((*keys, "learning_rate"), "0: this stage changes nothing")
     _check_schedule(document, (*keys, "schedule"), stage)
+    _check_optimizer(document, (*keys, "optimizer"), stage.optimizer)
+    updates = stage.max_updates
+    if stage.ema is not None and updates is not None and stage.ema.start_after >= updates:
+        text = f"fewer than max_updates ({updates}), or nothing is averaged"
+        document.problem((*keys, "ema", "start_after"), text, stage.ema.start_after)
 
 
 def _check_shares(document: Document, keys: Keys, shares: dict[str, float]) -> None:
@@ -173,8 +195,17 @@ def _check_shares(document: Document, keys: Keys, shares: dict[str, float]) -> N
 
 def _check_schedule(document: Document, keys: Keys, stage: Stage) -> None:
     schedule, updates = stage.schedule, stage.max_updates
-    if schedule.decay != Schedule().decay and schedule.kind != "wsd":
-        document.notice((*keys, "decay"), f"has no effect with {schedule.kind}, only with wsd")
+    for key, kinds in SCHEDULE_KEYS.items():
+        unused = schedule.kind not in kinds and getattr(schedule, key) != getattr(Schedule(), key)
+        if unused:
+            only = " and ".join(kinds)
+            document.notice((*keys, key), f"has no effect with {schedule.kind}, only with {only}")
+    if schedule.kind == "infinite":
+        for key in ("warmup", "cooldown"):
+            if key in schedule.model_fields_set and 0 < getattr(schedule, key) < 1:
+                text = "a number of updates, or 0: an infinite run has no shares"
+                document.problem((*keys, key), text, getattr(schedule, key))
+        return
     shares = [value for value in (schedule.warmup, schedule.decay) if value < 1]
     counts = [value for value in (schedule.warmup, schedule.decay) if value >= 1]
     if schedule.kind != "wsd":
@@ -185,6 +216,31 @@ def _check_schedule(document: Document, keys: Keys, stage: Stage) -> None:
     if updates is not None and sum(counts) > updates:
         text = f"at most max_updates ({updates})"
         document.problem((*keys, "warmup"), text, sum(counts))
+
+
+def _check_optimizer(document: Document, keys: Keys, optimizer: Optimizer) -> None:
+    kind, given = optimizer.kind, optimizer.model_fields_set
+    for key, kinds in OPTIMIZER_KEYS.items():
+        if kind in kinds or getattr(optimizer, key) == getattr(Optimizer(), key):
+            continue
+        only = " or ".join(kinds)
+        if key in ("betas", "eps"):
+            document.notice((*keys, key), f"has no effect with {kind}")
+        else:
+            document.problem((*keys, key), f"{only} with it, not {kind}", getattr(optimizer, key))
+    none_given = optimizer.momentum is None and kind == "sgd"
+    if kind in ("sgd", "muon") and optimizer.nesterov and (none_given or optimizer.momentum == 0):
+        document.problem((*keys, "nesterov"), "a momentum above 0 with it, or false", True)
+    if optimizer.beta2_half_life_tokens is not None and "betas" in given:
+        document.notice((*keys, "betas", 1), "has no effect: beta2_half_life_tokens decides it")
+    if kind == "adam":
+        decays: dict[Keys, float | None] = {("weight_decay",): optimizer.weight_decay}
+        for index, group in enumerate(optimizer.groups):
+            decays["groups", index, "weight_decay"] = group.weight_decay
+        text = "0: adam has no decay; say adamw (decoupled) or adam_l2 (in the gradient)"
+        for inner, decay in decays.items():
+            if decay:
+                document.problem((*keys, *inner), text, decay)
 
 
 def improve_keys(parts: Parts) -> set[str]:

@@ -80,6 +80,12 @@ def as_default(value: Any) -> Any:
     return None if value == "default" else value
 
 
+def as_decay(value: Any) -> Any:
+    """A number stands for an average with that decay; "none" and its spellings for none."""
+    number = as_number(as_nothing(value))
+    return {"decay": value} if isinstance(number, int | float) else number
+
+
 def as_list(value: Any) -> Any:
     """One item stands for a list of one."""
     return [value] if isinstance(value, str) else value

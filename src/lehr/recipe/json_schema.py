@@ -83,9 +83,12 @@ def _as_written(stage: dict[str, Any]) -> None:
         "anyOf": [TEXT, _list_of(TEXT), shares],
     }
     properties["schedule"] = _or_word(
-        {"$ref": "#/$defs/Schedule"}, "cosine", "linear", "wsd", "constant"
+        {"$ref": "#/$defs/Schedule"}, "cosine", "linear", "wsd", "constant", "infinite"
     )
-    properties["optimizer"] = _or_word({"$ref": "#/$defs/Optimizer"}, "adamw")
+    kinds = ("adamw", "adam", "adam_l2", "sgd", "muon")
+    properties["optimizer"] = _or_word({"$ref": "#/$defs/Optimizer"}, *kinds)
+    average = properties["ema"]
+    average["anyOf"].insert(0, {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1})
     properties["adapter"] = _or_word({"$ref": "#/$defs/Adapter"}, "lora", "none")
     rate = properties["learning_rate"]
     rate["description"] = f"peak; {rate.pop('default'):g} for an adapter, else by the model"

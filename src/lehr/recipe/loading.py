@@ -48,7 +48,9 @@ def load_recipe(
     """
     path = Path(path).expanduser()
     document = parse(read_text(path), str(path))
-    return _build(document, path.absolute().parent, overrides, today)
+    recipe = _build(document, path.absolute().parent, overrides, today)
+    recipe._name = path.stem
+    return recipe
 
 
 def loads(

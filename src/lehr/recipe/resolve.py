@@ -13,12 +13,14 @@ from lehr.recipe.schema import (
     Adapter,
     Gates,
     Recipe,
+    Schedule,
     Source,
     Stage,
 )
 from lehr.recipe.validate import Parts
 
 MICROWORLD_ROWS = 1000
+INFINITE_WARMUP = 100.0  # updates
 TINY_RATE = 1e-3  # thousands of parameters learn at ten times the rate of billions
 RATE_ALL_WEIGHTS = {"pretrain": 1e-3, "sft": 2e-5, "preference": 5e-6}
 
@@ -40,6 +42,7 @@ def resolve(document: Document, parts: Parts, today: datetime.date | None) -> Re
     for index, stage in enumerate(stages):
         adapter = _adapter(document, index, stage, top, tiny)
         _check_lineage(document, index, stage, adapter, resolved[-1] if resolved else None)
+        _check_dropout(document, index, stage, adapter)
         resolved.append(_stage(stage, adapter, tiny))
     export = header.export
     lora = any(stage.adapter is not None and stage.adapter.kind == "lora" for stage in resolved)
@@ -121,7 +124,9 @@ def _check_lineage(
     if stage.fold_parent:
         return
     changed = [
-        key for key in ("kind", "rank", "targets") if getattr(old, key) != getattr(adapter, key)
+        key
+        for key in ("kind", "rank", "targets", "alpha")
+        if getattr(old, key) != getattr(adapter, key)
     ]
     if changed:
         key = changed[0]
@@ -132,10 +137,19 @@ def _check_lineage(
         document.problem(("stages", index, "adapter", key), text, getattr(adapter, key))
 
 
+def _check_dropout(document: Document, index: int, stage: Stage, adapter: Adapter) -> None:
+    """Against a fixed reference, dropout would be read as a change of the policy."""
+    if stage.kind == "preference" and adapter.dropout > 0:
+        text = "0 in a preference stage; say adapter: {dropout: 0} in this stage"
+        document.problem(("stages", index, "adapter", "dropout"), text, adapter.dropout)
+
+
 def _stage(stage: Stage, adapter: Adapter, tiny: bool) -> Stage:
     changes: dict[str, Any] = {"adapter": adapter}
     if stage.epochs is None and stage.max_updates is None:
         changes["epochs"] = 1.0
+    if stage.schedule.kind == "infinite":
+        changes["schedule"] = _infinite(stage.schedule)
     if stage.pack_length is None:
         changes["pack_length"] = stage.max_length
     if "learning_rate" not in stage.model_fields_set:
@@ -144,6 +158,16 @@ def _stage(stage: Stage, adapter: Adapter, tiny: bool) -> Stage:
         if tiny and stage.kind != "preference":
             changes["learning_rate"] = TINY_RATE
     return stage.model_copy(update=changes)
+
+
+def _infinite(schedule: Schedule) -> Schedule:
+    """Without an end: its warmup is counted in updates, and it decays only where one is asked."""
+    changes = {"warmup": INFINITE_WARMUP, "decay": 0.0}
+    return schedule.model_copy(
+        update={
+            key: value for key, value in changes.items() if key not in schedule.model_fields_set
+        }
+    )
 
 
 def _gates(

@@ -8,9 +8,15 @@ by something outside this folder (tests/recipe/test_witness.py holds that).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 from lehr.recipe.fields import (
     AutoCount,
@@ -29,6 +35,7 @@ from lehr.recipe.fields import (
     Text,
     Truth,
     Whole,
+    as_decay,
     as_default,
     as_list,
     as_nothing,
@@ -103,22 +110,98 @@ class Source(Section):
     on_bad_row: Literal["drop", "stop"] = "drop"
 
 
-class Schedule(Section):
+class Grown(Section):
+    """A section with keys that came later: they are written only where they say something.
+
+    So a recipe that does not use them has the hash that it had before they came.
+    """
+
+    LATER: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        fields = type(self).model_fields
+        for name in self.LATER:
+            if getattr(self, name) == fields[name].get_default(call_default_factory=True):
+                values.pop(name, None)
+        return values
+
+
+class Schedule(Grown):
     """The learning rate over the applied updates."""
 
-    kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    warmup: ShareOrUpdates = Field(default=0.03, description="share of the run, or updates")
-    decay: ShareOrUpdates = Field(default=0.2, description="of wsd: share of the run, or updates")
+    LATER = ("shape", "initial", "cooldown", "hold")
+
+    kind: Literal["cosine", "linear", "wsd", "constant", "infinite"] = "cosine"
+    warmup: ShareOrUpdates = Field(
+        default=0.03, description="share of the run, or updates; infinite: updates, 100"
+    )
+    decay: ShareOrUpdates = Field(
+        default=0.2, description="of wsd and infinite (0 there): share of the run, or updates"
+    )
     final: Number = Field(default=0.1, ge=0, le=1, description="share of the peak")
+    shape: Literal["linear", "sqrt"] = Field(default="linear", description="of that decay")
+    initial: Number = Field(
+        default=0.0, ge=0, le=1, description="share of the peak that the warmup begins from"
+    )
+    cooldown: Rows = Field(default=0, description="infinite: updates from the peak to hold")
+    hold: Number = Field(default=1.0, ge=0, le=1, description="infinite: share of the peak")
 
 
-class Optimizer(Section):
-    """AdamW: betas, the small constant of its division, decoupled weight decay."""
+class Group(Section):
+    """Trained tensors with a decay or a rate of their own."""
 
-    kind: Literal["adamw"] = "adamw"
+    pattern: Text = Field(description="of tensor names, as in *lora_B*")
+    weight_decay: Annotated[NotNegative | None, BeforeValidator(as_nothing)] = Field(
+        default=None, description="instead of the optimizer's"
+    )
+    learning_rate_scale: NotNegative = Field(default=1.0, description="factor on the rate")
+
+
+class Optimizer(Grown):
+    """What moves the weights, and its numbers."""
+
+    LATER = (
+        "beta2_half_life_tokens",
+        "momentum",
+        "nesterov",
+        "match_rms",
+        "groups",
+        "watch_every",
+    )
+
+    kind: Literal["adamw", "adam", "adam_l2", "sgd", "muon"] = "adamw"
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.0
+    beta2_half_life_tokens: Annotated[Positive | None, BeforeValidator(as_nothing)] = Field(
+        default=None, description="tokens that halve the second moment; instead of betas.1"
+    )
+    momentum: Annotated[BelowOne | None, BeforeValidator(as_nothing)] = Field(
+        default=None, description="of sgd (0 where not given) and muon (0.95)"
+    )
+    nesterov: Annotated[Truth | None, BeforeValidator(as_nothing)] = Field(
+        default=None, description="of sgd (false where not given) and muon (true)"
+    )
+    match_rms: Truth = Field(
+        default=True, description="of muon: updates of adamw's size, so that its rate fits"
+    )
+    groups: list[Group] = Field(default=[], description="tensors with a decay or rate of their own")
+    watch_every: Annotated[Count | None, BeforeValidator(as_nothing)] = Field(
+        default=None, description="updates between two measurements of each group's real step"
+    )
+
+
+class Ema(Section):
+    """A moving average of the trained weights beside them."""
+
+    decay: PartialShare = 0.999
+    warmup: Truth = Field(default=True, description="the decay grows with the averaged updates")
+    start_after: Rows = Field(default=0, description="updates before the average begins")
+    evaluate: Truth = Field(
+        default=True, description="evaluate and produce the average, not the last weights"
+    )
 
 
 class Keep(Section):
@@ -129,8 +212,10 @@ class Keep(Section):
     )
 
 
-class Stage(Section):
+class Stage(Grown):
     """Keys that every training stage has."""
+
+    LATER = ("ema",)
 
     kind: StageKind
     name: Annotated[Name | None, BeforeValidator(as_nothing)] = None
@@ -156,6 +241,9 @@ class Stage(Section):
     learning_rate: NotNegative = 1e-4
     schedule: Schedule = Field(default_factory=Schedule)
     optimizer: Optimizer = Field(default_factory=Optimizer)
+    ema: Annotated[Ema | None, BeforeValidator(as_decay)] = Field(
+        default=None, description="average of the weights: its decay, or a mapping"
+    )
     clip: Annotated[Positive | None, BeforeValidator(as_nothing)] = Field(
         default=1.0, description="largest norm of the gradient, or none"
     )
@@ -274,6 +362,7 @@ class Recipe(Section):
     )
 
     _folder: Path = PrivateAttr(default=Path())
+    _name: str = PrivateAttr(default="")
     _notices: tuple[str, ...] = PrivateAttr(default=())
     _date_was_auto: bool = PrivateAttr(default=False)
 
@@ -281,6 +370,11 @@ class Recipe(Section):
     def folder(self) -> Path:
         """Where relative paths start: the folder of the recipe file."""
         return self._folder
+
+    @property
+    def name(self) -> str:
+        """What the run is called: the recipe file's name, else its output's, else run."""
+        return self._name or Path(self.output or "run").name
 
     @property
     def date_was_auto(self) -> bool:

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from lehr.recipe.schema import (
     STAGE_CLASSES,
     Adapter,
+    Ema,
     Gates,
     Keep,
     Optimizer,
@@ -31,6 +32,7 @@ SECTIONS: Mapping[str, tuple[str, type[BaseModel]]] = {
     "stage": ("a stage", Stage),
     "schedule": ("schedule (of a stage)", Schedule),
     "optimizer": ("optimizer (of a stage)", Optimizer),
+    "ema": ("ema (of a stage)", Ema),
     "keep": ("keep (of a stage)", Keep),
     "gates": ("gates", Gates),
 }
@@ -39,7 +41,6 @@ SECTIONS: Mapping[str, tuple[str, type[BaseModel]]] = {
 LATER: Mapping[str, dict[str, str]] = {
     "stage": dict.fromkeys(
         (
-            "ema",
             "teacher",
             "temperature",
             "top_k",
@@ -72,7 +73,7 @@ LATER_VALUES: Mapping[str, tuple[str, ...]] = {
         *("ipo", "kto", "orpo", "simpo", "cpo", "hinge", "robust", "apo_zero", "apo_down"),
         *("sppo_hard", "nca_pair", "exo_pair", "bco_pair", "discopop", "sigmoid_norm"),
     ),
-    "stage.optimizer.kind": ("muon", "lion", "adafactor", "sgd", "adamw_8bit", "schedule_free"),
+    "stage.optimizer.kind": ("lion", "adafactor", "adamw_8bit", "schedule_free"),
     "export": ("gguf",),
 }
 

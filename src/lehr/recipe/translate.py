@@ -12,7 +12,7 @@ from typing import Any
 
 from lehr.recipe import aliases
 from lehr.recipe.aliases import DROP, Alias, ForeignValueError
-from lehr.recipe.fields import NOTHING, as_number
+from lehr.recipe.fields import NOTHING, as_decay, as_number
 from lehr.recipe.positions import Document, Keys
 from lehr.recipe.schema import STAGE_CLASSES, Recipe, Stage
 from lehr.recipe.suggestions import LATER_KINDS, did_you_mean, only_of_other_stages, plain
@@ -191,6 +191,8 @@ def expand_short_forms(document: Document) -> None:
             tree["data"][name] = short_source(source)
     for index, stage in enumerate(tree["stages"] if isinstance(tree.get("stages"), list) else []):
         if isinstance(stage, dict):
+            if "ema" in stage:
+                stage["ema"] = as_decay(stage["ema"])
             for section, key in SHORT.items():
                 if isinstance(stage.get(section), str):
                     stage[section] = {key: _foreign_word(section, stage[section])}
@@ -200,7 +202,7 @@ def expand_short_forms(document: Document) -> None:
 
 def _foreign_word(section: str, word: str) -> str:
     """`optimizer: adamw_torch` and `schedule: warmup_stable_decay`, in our words."""
-    table = {"optimizer": aliases.ADAMW, "schedule": aliases.SCHEDULES}.get(section, {})
+    table = {"optimizer": aliases.OPTIMIZERS, "schedule": aliases.SCHEDULES}.get(section, {})
     return table.get(word, word)
 
 

@@ -138,7 +138,9 @@ def read_run(folder: Path) -> RunFiles:
     plan = _object(folder / "plan.json", folder, missing)
     entries = {text(entry.get("folder")): entry for entry in objects(ledger.get("stages"))}
     planned = {text(entry.get("folder")): entry for entry in objects(plan.get("stages"))}
-    names = dict.fromkeys([*_stage_folders(folder), *entries])
+    # A folder that no longer stands in plan or ledger is left over from an earlier recipe.
+    found = [name for name in _stage_folders(folder) if not planned or name in planned]
+    names = dict.fromkeys([*found, *entries])
     started = [name for name in names if name and _is_inside(folder, name)]
     # A stage's number is the first part of its folder's name, so names sort in run order.
     stages = [

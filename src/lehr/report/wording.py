@@ -49,6 +49,8 @@ VERDICTS = {
     "undetermined": ("◐", "undetermined", "unsure"),
     "running": ("▶", "running", "busy"),
     "interrupted": ("❚❚", "interrupted", "busy"),
+    "diverged": ("✕", "diverged", "bad"),
+    "failed": ("✕", "failed", "bad"),
     "unknown": ("·", "no result yet", "busy"),
 }
 

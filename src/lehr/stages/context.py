@@ -22,6 +22,8 @@ from lehr.training.settings import EngineSettings
 class StageContext:
     """One stage's part of the world.
 
+    name      of its folder: what metrics.jsonl and events say
+    key       everything that the stage's numbers depend on
     parent    trained tensors that the stage begins from: what a reference is made of
     evaluate  measures the model in training; its first value is minimised by best / early stop
     """
@@ -51,7 +53,8 @@ def train(
         batches=context.batches,
         settings=context.settings,
         folder=context.folder,
-        seed_names=(context.seed, context.name),
+        # Not the name: a renamed stage is the same stage, with the same random numbers.
+        seed_names=(context.seed, context.stage.kind, context.parent_key),
         observers=(*context.observers, *extra),
         evaluate=context.evaluate,
         merge=merge,

@@ -53,19 +53,25 @@ def reference_log_probabilities(context: StageContext) -> Reference:
     stored = _read(path, key)
     if stored is not None:
         return stored
-    reference = log_probabilities(context.model, items, context.parent, context.pack_length)
+    reference = log_probabilities(
+        context.model, items, context.parent, context.pack_length, context.stage.packing
+    )
     path.write_text(json.dumps({"key": key, "reference": list(reference.items())}))
     return reference
 
 
 def log_probabilities(
-    model: Any, items: list[tuple[int, Encoded]], state: Any, pack_length: int
+    model: Any,
+    items: list[tuple[int, Encoded]],
+    state: Any,
+    pack_length: int,
+    packing: bool = True,
 ) -> Reference:
     """Summed log-probability of the chosen and the rejected answer of each pair, under `state`."""
     found: Reference = {}
     with torch.no_grad(), model.as_of(state):
         model.eval()
-        for one in pack(items, pack_length):
+        for one in pack(items, pack_length, packing):
             stats = model.token_stats(model.hidden(one), one.predict_from, one.targets)
             sums = one.sequence_sum(stats.log_probability.double())
             for place, item in enumerate(one.items):

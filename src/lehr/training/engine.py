@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from lehr.errors import Diverged, Interrupted, Problem, RecipeError
 from lehr.objectives.base import Objective
 from lehr.streams import content_hash
 from lehr.training import events, gradients
+from lehr.training.averaging import Average
 from lehr.training.batch import Merge, cut
 from lehr.training.interrupts import Interrupts
 from lehr.training.metrics import MetricsFile, strict
@@ -31,6 +32,7 @@ from lehr.training.optimizers import GroupRule, make_optimizer, set_rate
 from lehr.training.progress import Progress, TrainingResult, result_of
 from lehr.training.settings import EngineSettings
 from lehr.training.state import copied, put_back, running_buffers, trained_parameters
+from lehr.training.steps import effective_steps
 from lehr.training.store import Batches, Store
 from lehr.training.update import StopNow, accumulate, denominator_of
 
@@ -75,7 +77,7 @@ class Engine:
                 first value decides best and early stop: lower is better
     merge       several packs -> one longer pack; needed where micro_batch > 1
     key         identity of the run (the stage's key); default: a hash of seed_names
-    rules       parameter groups of their own
+    rules       parameter groups of their own, beside those of the settings
 
     Raises RecipeError for bad settings, before anything is written.
     """
@@ -107,10 +109,12 @@ class Engine:
         self._trained = trained_parameters(model)
         self._buffers = running_buffers(model)
         self._optimizer = make_optimizer(self._trained, settings.optimizer, rules)
+        ema = settings.ema
+        self._average = None if ema is None else Average(ema, self._trained, self._buffers)
         self._metrics = MetricsFile(folder / "metrics.jsonl")
         self._store = Store(
             folder, key or content_hash([str(name) for name in seed_names]), settings,
-            self._trained, self._buffers, self._optimizer, self._emit,
+            self._trained, self._buffers, self._optimizer, self._emit, self._average,
         )  # fmt: skip
         self._stage = settings.stage or str(seed_names[-1])
         self._known_bad: frozenset[int] = frozenset()
@@ -129,6 +133,8 @@ class Engine:
         if self.progress.attempt:
             raise RuntimeError("an engine runs once; make a new one to resume")
         with self._interrupts, self._surroundings():
+            if self._average is not None:
+                self._average.begin()
             self._store.resume(self.progress, self._batches, self._metrics)
             gradients.require_equal_start(self._trained)
             resumed_from = self.progress.update
@@ -141,7 +147,8 @@ class Engine:
             self._save()
             self._stop_if_asked()
             promoted_update = self._promote()
-        return result_of(self.progress, promoted_update, resumed_from)
+            averaged = self._promote_average(promoted_update)
+        return result_of(self.progress, promoted_update, resumed_from, averaged)
 
     @property
     def _finished(self) -> bool:
@@ -167,13 +174,14 @@ class Engine:
         verdict = _KNOWN if known else self._backward(data)
         skipped = not ranks.all_true(not verdict.bad)
         learning_rate = self.settings.rate(self.progress.update)
+        steps: dict[str, float] = {}
         if skipped:
             put_back(self._buffers, buffers, "buffers")
             self.progress.passed_over(known)
         else:
             gradients.clip_to(self._trained, verdict.norm, self.settings.clip)
             set_rate(self._optimizer, learning_rate)
-            self._optimizer.step()
+            steps = self._step(self.progress.update + 1)
             self.progress.applied(data.tokens, data.supervised_tokens, verdict.loss)
         gradients.clear(self._trained)
         seconds = time.perf_counter() - started
@@ -191,11 +199,28 @@ class Engine:
             "seconds": seconds,
             "skipped": skipped,
             **{_column(name): value for name, value in verdict.metrics.items()},
+            **steps,
         }
         if skipped:
             self._after_skip(row, data, verdict)
         else:
             self._after_update(row)
+
+    def _step(self, update: int) -> dict[str, float]:
+        """Move the weights, and their average; columns of what moved, where that is asked."""
+        every = self.settings.optimizer.watch_every
+        if every is None or update % every:
+            self._optimizer.step()
+            columns: dict[str, float] = {}
+        else:
+            before = copied(self._trained)
+            self._optimizer.step()
+            groups = effective_steps(self._optimizer, before)
+            self._emit(events.StepsMeasured(update, tuple(groups)))
+            columns = {k: v for i, group in enumerate(groups) for k, v in group.columns(i).items()}
+        if self._average is not None:
+            self._average.follow(update)
+        return columns
 
     def _take(self) -> _Data:
         packs = self._batches.next()
@@ -277,9 +302,10 @@ class Engine:
         """Evaluate now; move best and early stop. Returns the values and whether they are best."""
         progress = self.progress
         modes = _modes(self.model)
+        average = self._average if self._average is not None and self._average.in_use else None
         self.model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), nullcontext() if average is None else average.swapped():
                 values = {name: float(value) for name, value in evaluate(progress.update).items()}
         finally:
             _set_modes(modes)
@@ -302,6 +328,15 @@ class Engine:
             self._store.load_weights(best)
         self._emit(events.PromotedBest(best, value))
         return best
+
+    def _promote_average(self, update: int) -> int:
+        """Leave the average in the model, where evaluations saw it; returns its updates."""
+        average = self._average
+        if average is None or not average.in_use:
+            return 0
+        average.put_into_model()
+        self._emit(events.PromotedAverage(update, average.count, average.settings.decay))
+        return average.count
 
     def _may_stop_inside(self) -> bool:
         """Whether to stop between two micro-batches: many ranks stop only between updates."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lehr.training.steps import EffectiveStep
+
 
 @dataclass(frozen=True)
 class Event:
@@ -101,6 +103,23 @@ class PromotedBest(Event):
 
     update: int
     value: float
+
+
+@dataclass(frozen=True)
+class PromotedAverage(Event):
+    """The model holds the average of `count` updates, as it was after `update`."""
+
+    update: int
+    count: int
+    decay: float
+
+
+@dataclass(frozen=True)
+class StepsMeasured(Event):
+    """How far each parameter group really moved in `update`."""
+
+    update: int
+    groups: tuple[EffectiveStep, ...]
 
 
 @dataclass(frozen=True)

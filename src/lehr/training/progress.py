@@ -84,6 +84,7 @@ class TrainingResult:
 
     Fields are those of `Progress`, and:
     promoted_update  whose weights the model holds now
+    averaged         updates in their average; 0 = the weights themselves
     resumed_from     update that this process began at
     """
 
@@ -100,9 +101,12 @@ class TrainingResult:
     stopped_early: bool
     resumed_from: int
     evaluations: tuple[tuple[int, Mapping[str, float | None]], ...]
+    averaged: int = 0
 
 
-def result_of(progress: Progress, promoted_update: int, resumed_from: int) -> TrainingResult:
+def result_of(
+    progress: Progress, promoted_update: int, resumed_from: int, averaged: int = 0
+) -> TrainingResult:
     """The result of a run that ended with `progress`."""
     return TrainingResult(
         updates=progress.update,
@@ -118,4 +122,5 @@ def result_of(progress: Progress, promoted_update: int, resumed_from: int) -> Tr
         stopped_early=progress.stopped_early,
         resumed_from=resumed_from,
         evaluations=tuple(progress.evaluations),
+        averaged=averaged,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lehr.errors import Problem
+from lehr.training.averaging import AverageSettings
 from lehr.training.optimizers import OptimizerSettings, optimizer_problems
 from lehr.training.schedules import Schedule, is_number, raise_problems, schedule_problems
 
@@ -15,6 +16,7 @@ class EngineSettings:
 
     updates           applied updates; a skipped one is not counted
     learning_rate     peak of the schedule
+    ema               average of the weights beside them; None = none
     clip              largest gradient norm (L2 over all trained tensors), None = no clipping
     precision         fp32 | bf16; a model with its own `compute_dtype` has settled it already,
                       any other module runs under autocast for bf16
@@ -32,6 +34,7 @@ class EngineSettings:
     learning_rate: float
     schedule: Schedule = field(default_factory=Schedule)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    ema: AverageSettings | None = None
     clip: float | None = 1.0
     precision: str = "fp32"
     micro_batch: int = 1
@@ -57,8 +60,8 @@ class EngineSettings:
     def problems(self, has_evaluation: bool = True) -> list[Problem]:
         """Everything that is wrong with these values."""
         problems = []
-        if not is_number(self.learning_rate) or self.learning_rate <= 0:
-            expected = "a finite number above 0"
+        if not is_number(self.learning_rate) or self.learning_rate < 0:
+            expected = "a finite number, at least 0"
             problems.append(Problem("learning_rate", expected, self.learning_rate))
         if self.clip is not None and (not is_number(self.clip) or self.clip <= 0):
             expected = "a finite number above 0, or null for no clipping"
@@ -84,6 +87,8 @@ class EngineSettings:
                 if asked
             ]
         problems += optimizer_problems(self.optimizer)
+        if self.ema is not None:
+            problems += self.ema.problems(self.updates)
         if _is_count(self.updates):
             problems += schedule_problems(self.schedule, self.updates)
         return problems

@@ -7,7 +7,7 @@ import importlib.metadata
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 from lehr import ranks
 from lehr.errors import Problem, RecipeError
 from lehr.training.checkpoint import Checkpoint
-from lehr.training.settings import EngineSettings
+
+if TYPE_CHECKING:  # settings are made of parts that stand on this module
+    from lehr.training.settings import EngineSettings
 
 _PACKAGES = ("lehr", "torch", "transformers", "safetensors")
 
@@ -127,6 +129,7 @@ def numeric_settings(settings: EngineSettings) -> dict[str, Any]:
     values = asdict(settings)
     for name in ("checkpoint_every", "checkpoints_kept", "nonfinite_limit", "stage"):
         del values[name]
+    del values["optimizer"]["watch_every"]
     return values
 
 

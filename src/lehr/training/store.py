@@ -18,6 +18,7 @@ from lehr import ranks
 from lehr.data.shapes import Pack
 from lehr.errors import LehrError, Problem
 from lehr.training import checkpoint, events
+from lehr.training.averaging import Average
 from lehr.training.metrics import MetricsFile
 from lehr.training.progress import Progress
 from lehr.training.resources import disk_errors, require_disk
@@ -31,8 +32,6 @@ from lehr.training.state import (
     put_back,
     tensors_of,
 )
-
-_MOMENTS = {"adamw": 2, "sgd": 0}
 
 
 class Batches(Protocol):
@@ -63,11 +62,13 @@ class Store:
         buffers: Mapping[str, Tensor],
         optimizer: Optimizer,
         emit: Callable[[events.Event], None],
+        average: Average | None = None,
     ) -> None:
         self.root = folder / "checkpoints"
         self.saved_update = 0
         self._key, self._settings, self._emit = key, settings, emit
         self._trained, self._buffers, self._optimizer = trained, buffers, optimizer
+        self._average = average
         self._damaged: set[Path] = set()
 
     def resume(self, progress: Progress, batches: Batches, metrics: MetricsFile) -> None:
@@ -125,7 +126,7 @@ class Store:
         self._emit(events.CheckpointWritten(progress.update, path, tuple(removed)))
 
     def load_weights(self, update: int) -> None:
-        """Put back weights and buffers of an earlier update; the moments stay."""
+        """Put back weights, their average and buffers of an earlier update; the moments stay."""
         path = checkpoint.folder_of(self.root, update)
         try:
             _, found = checkpoint.read(path)
@@ -161,16 +162,22 @@ class Store:
         weights: dict[str, Tensor] = {}
         weights |= {f"parameter.{name}": value for name, value in self._trained.items()}
         weights |= {f"buffer.{name}": value for name, value in self._buffers.items()}
-        return {"weights": weights, "optimizer": optimizer_tensors(self._optimizer)}
+        files = {"weights": weights, "optimizer": optimizer_tensors(self._optimizer)}
+        if self._average is not None:
+            files["average"] = self._average.tensors()
+        return files
 
     def _state(self, progress: Progress, batches_state: Any) -> dict[str, Any]:
-        return {
+        state = {
             "progress": progress.state(),
             "best_update": progress.best_update if self._settings.promote == "best" else None,
             "batches": batches_state,
             "environment": environment(self._trained),
             "settings": numeric_settings(self._settings),
         }
+        if self._average is not None:
+            state["average"] = {"count": self._average.count}
+        return state
 
     def _load(self, found: checkpoint.Checkpoint, progress: Progress, batches: Batches) -> None:
         self._load_weights(found)
@@ -183,6 +190,13 @@ class Store:
         where = str(found.path)
         put_back(self._trained, tensors_of(found, "weights", "parameter."), where)
         put_back(self._buffers, tensors_of(found, "weights", "buffer."), where)
+        if self._average is None:
+            return
+        if "average" in found.state:
+            count = int(found.state["average"]["count"])
+            self._average.load(found.tensors("average"), count, where)
+        else:  # the setting is new: `_reasons_for_doubt` says so
+            self._average.begin()
 
     def _reasons_for_doubt(self, found: checkpoint.Checkpoint) -> list[str]:
         now = {
@@ -195,7 +209,8 @@ class Store:
     def _require_room(self, fresh: bool) -> None:
         """Room for the checkpoints to come: said before the first update, not after hours."""
         weights = sum(value.nbytes for value in self._trained.values())
-        each = weights * (1 + _MOMENTS[self._settings.optimizer.kind]) + (1 << 20)
+        averages = 0 if self._average is None else 1
+        each = weights * (1 + self._settings.optimizer.moments + averages) + (1 << 20)
         best = 1 if self._settings.promote == "best" else 0
         count = self._settings.checkpoints_kept + 1 + best if fresh else 1
         require_disk(self.root, each * count, what=f"{count} checkpoint(s)")

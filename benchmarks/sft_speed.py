@@ -1,0 +1,179 @@
+"""SFT of SmolLM2-135M with LoRA r=16: lehr, TRL and the machine's own limit in one run.
+
+    python -m benchmarks.sft_speed --peer-python .venv-peer/bin/python --rounds 3
+
+Both train on the same rows for the same number of updates in turn, in processes of their
+own; medians of updates after the first. Losses are compared, so that speed is not bought
+with another computation. The limit is (4 P + 4 V d s) operations a token at the measured
+matrix-product rate (P weights in the layers, s the supervised share).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+
+def one_run(options: argparse.Namespace) -> dict[str, Any]:
+    """lehr's timed updates: the child process."""
+    import torch
+
+    from lehr.data.encoding import Encoder
+    from lehr.data.loader import UpdateBatches
+    from lehr.data.packing import merge
+    from lehr.data.sources import read_source
+    from lehr.data.templates import Template
+    from lehr.diagnosis.machine import measure_gemm
+    from lehr.models.loading import load_model
+    from lehr.objectives.language import Language
+    from lehr.training.engine import Engine
+    from lehr.training.schedules import Schedule
+    from lehr.training.settings import EngineSettings
+
+    torch.set_num_threads(options.threads)
+    model = load_model(options.model, precision=options.precision)
+    model.add_adapter(rank=16)
+    template = Template.from_tokenizer(model.tokenizer)
+    encoder = Encoder(model.tokenizer, template, date="2000-01-01")
+    examples = read_source("rows", [Path(options.rows)]).examples
+    encoded = [one for example in examples for one in encoder.encode(example).encoded]
+    batches = UpdateBatches({"rows": encoded}, {"rows": 1.0}, options.batch_size, 0, 1024)
+    marks: list[tuple[float, float]] = []
+    rows: list[dict[str, Any]] = []
+
+    def observe(event: Any) -> None:
+        row = getattr(event, "row", None)
+        if row is not None:
+            marks.append((time.perf_counter(), time.process_time()))
+            rows.append(dict(row))
+
+    model.train()
+    with tempfile.TemporaryDirectory() as folder:
+        Engine(
+            model,
+            Language(),
+            batches,
+            EngineSettings(
+                updates=options.updates,
+                learning_rate=2e-4,
+                schedule=Schedule("linear", 0, 0, 0.0),
+                checkpoint_every=options.updates,
+            ),
+            Path(folder),
+            (0, "benchmark"),
+            observers=(observe,),
+            merge=merge,
+        ).run()
+    dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
+    weights = sum(p.numel() for name, p in model.network.named_parameters() if "lora" not in name)
+    head = model.vocabulary_size * int(model.config.hidden_size)
+    share = sum(row["supervised_tokens"] for row in rows) / sum(row["tokens"] for row in rows)
+    return {
+        "wall": [row["seconds"] for row in rows[1:]],
+        "cpu": [b[1] - a[1] for a, b in itertools.pairwise(marks)],
+        "tokens": [row["tokens"] for row in rows[1:]],
+        "losses": [row["loss"] for row in rows],
+        "supervised_share": share,
+        "operations_a_token": 4 * (weights - head) + 4 * head * share,
+        "gemm_gflops": measure_gemm(dtype, seconds=1.0),
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }
+
+
+def child(command: list[str]) -> dict[str, Any]:
+    """The JSON line that a child prints last."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(done.stderr[-2000:])
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def rows_file(folder: Path, rows: int) -> Path:
+    """Rows of about 125 tokens of which about a third are supervised."""
+    from lehr.data.sources import read_source
+
+    here = Path(__file__).parent.parent / "examples" / "data" / "style.jsonl"
+    examples = read_source("style", [here]).examples
+    path = folder / "rows.jsonl"
+    lines = []
+    for number in range(rows):
+        one = examples[number % len(examples)]
+        other = examples[(number * 7 + 3) % len(examples)]
+        question = f"{other.messages[0]['content']} {one.messages[0]['content']}"
+        turns = [{"role": "user", "content": question}, dict(one.messages[1])]
+        lines.append(json.dumps({"messages": turns}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--peer-python", default=None, help="python of the peer's environment")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--updates", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--rows", default=None)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(one_run(options)))
+        return
+    from lehr.models.loading import resolve_spec
+
+    where = resolve_spec(options.model).path
+    with tempfile.TemporaryDirectory() as folder:
+        rows = options.rows or str(rows_file(Path(folder), options.batch_size * options.updates))
+        same = ["--updates", str(options.updates), "--batch-size", str(options.batch_size)]
+        same += ["--threads", str(options.threads), "--rows", rows]
+        same += ["--precision", options.precision]
+        ours: list[dict[str, Any]] = []
+        peers: list[dict[str, Any]] = []
+        for _ in range(options.rounds):
+            command = [sys.executable, "-m", "benchmarks.sft_speed", "--child"]
+            ours.append(child([*command, "--model", options.model, *same]))
+            if options.peer_python:
+                peer = [options.peer_python, str(Path(__file__).parent / "peer_sft.py")]
+                peers.append(child([*peer, "--model", str(where), *same]))
+    report(ours, peers, options)
+
+
+def report(
+    ours: list[dict[str, Any]], peers: list[dict[str, Any]], options: argparse.Namespace
+) -> None:
+    """The table, as benchmarks/results.md holds it."""
+    tokens = statistics.median(t for run in ours for t in run["tokens"])
+    limit = ours[0]["gemm_gflops"] * 1e9 / ours[0]["operations_a_token"]
+    print(f"{options.precision}, {options.threads} threads, about {tokens:.0f} tokens an update, ")
+    print(f"{ours[0]['supervised_share']:.0%} supervised; limit {limit:.0f} tokens/s")
+    print("| | tokens/s (wall) | tokens / CPU s | peak GiB | first losses |")
+    print("| --- | --- | --- | --- | --- |")
+    rates = {}
+    for name, runs in (("lehr", ours), ("TRL", peers)):
+        if not runs:
+            continue
+        wall = statistics.median(s for run in runs for s in run["wall"])
+        cpu = statistics.median(s for run in runs for s in run["cpu"])
+        peak = statistics.median(run["peak_gib"] for run in runs)
+        losses = ", ".join(f"{loss:.3f}" for loss in runs[0]["losses"][:2])
+        rates[name] = tokens / wall
+        print(f"| {name} | {tokens / wall:.0f} | {tokens / cpu:.0f} | {peak:.2f} | {losses} |")
+    if "TRL" in rates:
+        print(f"ratio {rates['lehr'] / rates['TRL']:.2f}, of the limit {rates['lehr'] / limit:.0%}")
+
+
+if __name__ == "__main__":
+    main()
