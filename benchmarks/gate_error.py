@@ -1,6 +1,6 @@
 """How often the default gates err: on stages that change nothing, and on planted harm.
 
-    python benchmarks/gate_error.py [--stages 200] [--seed 0] [--budget 400] [--json FILE]
+    python -m benchmarks.gate_error [--stages 200] [--seed 0] [--budget 400] [--json FILE]
 
 Items, clusters, limits, looks and verdicts are those of a run; only the scores are drawn
 (`DrawnStages`). `benchmarks.gate_error_trained` does the same with stages that are trained.

@@ -37,7 +37,7 @@ from lehr.streams import file_hash
 
 GATED = ("forgetting", "over_refusal", "refusal", "sycophancy", "skills")
 # Sycophancy is not here: a model of a million parameters that knows its facts did not learn
-# to repeat a user's value, whatever was planted. It is harmed in the scores (`gate_error_judge`).
+# to repeat a user's value, whatever was planted. It is harmed in the scores instead.
 PLANS: Mapping[str, Plan] = {
     NOTHING: Plan(GATED, "", (0.0, 0.0), (1e-4, 2e-4, 5e-4)),
     "over_refusal": Plan(("over_refusal",), "over_refusal", (0.3, 0.5), (3e-4,)),
@@ -104,7 +104,10 @@ def report(store: Path, budget: int) -> dict[str, Any]:
     judged = Judged(suites_of(world, items=BUDGET), world, rows)
     result = summary(judged, PLANS, budget)
     nothing = [row for row in judged.stages if row["kind"] == NOTHING]
-    result["planted"] = planted_summary(judged, judged.planned(budget), nothing, budget, HARMED_BY)
+    planned = judged.planned(budget)
+    # A learning rate of exactly zero: the parent against itself.
+    result["unchanged"] = judged.verdicts(judged.parent, planned, budget)
+    result["planted"] = planted_summary(judged, planned, nothing, budget, HARMED_BY)
     return result
 
 

@@ -70,14 +70,20 @@ def run_to_end(recipe: Path, out: Path) -> float:
     return time.monotonic() - began
 
 
-def run_under_kills(recipe: Path, out: Path, kills: int, longest: float, seed: int) -> int:
-    """Kill and start again until `kills` kills were made, then to the end; kills that hit."""
+def run_under_kills(
+    recipe: Path, out: Path, kills: int, longest: float, seed: int, until: float
+) -> int:
+    """Kill and start again until `kills` kills were made, then to the end; kills that hit.
+
+    longest: seconds of an undisturbed run; until: when to make no more kills.
+    """
     stream = random.Random(seed)
     made = 0
-    while made < kills:
+    while made < kills and time.monotonic() < until:
+        began = time.monotonic()
         process = lehr(recipe, out)
         try:
-            process.wait(timeout=stream.uniform(0.5, longest))
+            process.wait(timeout=stream.uniform(1.0, longest))
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             process.wait()
@@ -86,6 +92,7 @@ def run_under_kills(recipe: Path, out: Path, kills: int, longest: float, seed: i
         # It ended before the kill: begin again from an older point.
         if process.returncode != 0:
             raise SystemExit(f"a resumed run ended with status {process.returncode}")
+        longest = max(2.0, 0.9 * (time.monotonic() - began))
         for folder in sorted(out.glob("0*-*")):
             (folder / "state.json").unlink(missing_ok=True)
             checkpoints = sorted((folder / "checkpoints").glob("update-*"))
@@ -113,6 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=240, help="make no kill after these")
     parser.add_argument("--folder", type=Path, default=None)
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="kill-resume-"))
@@ -126,7 +134,9 @@ def main() -> None:
     )
     longest = run_to_end(recipe, folder / "whole")
     expected = results(folder / "whole")
-    made = run_under_kills(recipe, folder / "killed", options.kills, longest, options.seed)
+    until = time.monotonic() + 60 * options.minutes
+    killed = folder / "killed"
+    made = run_under_kills(recipe, killed, options.kills, longest, options.seed, until)
     found = results(folder / "killed")
     different = [name for name in expected if expected[name] != found.get(name)]
     print(f"{made} kills, {len(expected)} tensors and metrics files compared")

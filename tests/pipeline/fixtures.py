@@ -20,7 +20,8 @@ from tests.pipeline.small import (
 )
 
 from lehr.diagnosis.machine import Machine
-from lehr.pipeline import own_text, parity, planning, showcase, workbench
+from lehr.pipeline import judging, own_text, parity, planning, showcase, stage_run, workbench
+from lehr.pipeline import run as run_module
 from lehr.pipeline.ledger import Ledger
 
 
@@ -41,6 +42,18 @@ def one_measurement() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def lean() -> Iterator[None]:
+    """Runs without what many tests do not look at: exports, answers that are only shown."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(run_module, "export_promoted", lambda *_: ([], ""))
+    patch.setattr(stage_run, "answers", lambda *_: [])
+    patch.setattr(showcase, "answers", lambda *_: [])
+    patch.setattr(judging, "KL_PROMPTS", 2)
+    yield
     patch.undo()
 
 

@@ -55,6 +55,11 @@ def test_the_ledger_holds_the_parity(folder):
         assert parity["same_ids"] and parity["same_text"]
 
 
+def test_an_export_that_was_checked_is_not_made_again(finished):
+    ledger, _, heard = go(finished)
+    assert not heard.of("exported") and len(ledger.data["exports"]) == 2
+
+
 def spoil(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One weight of the written file is not the trained one."""
     read_plain = exporting.read_plain

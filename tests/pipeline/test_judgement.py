@@ -79,7 +79,7 @@ def test_nothing_promoted_leaves_no_model(work):
     assert ledger.verdict in ("refused", "undetermined")
     assert ledger.sentence.startswith("Nothing was promoted: ")
     assert not (out / "model").exists() and not (out / "exports").exists()
-    assert ["what now", "lehr explain gates"] in [
+    assert ["what now", "lehr explain evaluation"] in [
         list(step) for step in heard.of("finished")[0].data["next"]
     ]
 

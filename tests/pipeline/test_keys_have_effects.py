@@ -11,7 +11,7 @@ import copy
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -37,7 +37,7 @@ from tests.pipeline.small import (
 from lehr.data.rows import Row
 from lehr.errors import RecipeError
 from lehr.models.loading import load_model
-from lehr.pipeline import judging, showcase, stage_run, workbench
+from lehr.pipeline import showcase, workbench
 from lehr.pipeline import run as run_module
 from lehr.pipeline import sources as sources_module
 from lehr.pipeline.plan import plan
@@ -46,16 +46,7 @@ from lehr.recipe.loading import load_recipe
 ANSWERS, EXPORT = showcase.answers, run_module.export_promoted
 
 
-@pytest.fixture(scope="module", autouse=True)
-def lean() -> Iterator[None]:
-    """Without what the keys here do not touch: exports, answers that are only shown."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(run_module, "export_promoted", lambda *_: ([], ""))
-    patch.setattr(stage_run, "answers", lambda *_: [])
-    patch.setattr(showcase, "answers", lambda *_: [])
-    patch.setattr(judging, "KL_PROMPTS", 2)
-    yield
-    patch.undo()
+pytestmark = pytest.mark.usefixtures("lean")
 
 
 @pytest.fixture

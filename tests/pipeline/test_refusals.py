@@ -25,6 +25,8 @@ from lehr.errors import LehrError, OutOfResources, RecipeError
 from lehr.pipeline.folder import claimed
 from lehr.training import resources
 
+pytestmark = pytest.mark.usefixtures("lean")
+
 
 def refused(path: Path, *overrides: str, kind: type[LehrError] = RecipeError) -> str:
     """The text of the refusal; nothing was promoted, and nothing trained."""

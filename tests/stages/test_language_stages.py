@@ -5,13 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.pipeline.small import go, lora_recipe, metrics, read, stage, weights_recipe, write_recipe
+from tests.pipeline.small import (
+    go,
+    lora_recipe,
+    metrics,
+    read,
+    save_base,
+    stage,
+    weights_recipe,
+    write_data,
+    write_recipe,
+)
+
+pytestmark = pytest.mark.usefixtures("lean")
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: Any, saved_base: Any) -> Any:
-    from tests.pipeline.small import write_data
-
     folder = tmp_path_factory.mktemp("language")
     write_data(folder)
     recipe = weights_recipe(gates="none", export="merged")
@@ -57,7 +67,7 @@ def test_rows_of_a_template_train_under_an_adapter_after_pretraining_of_all_weig
     ]
     _, out, _ = go(write_recipe(work, recipe))
     config = read(out / "02-sft" / "adapter" / "adapter_config.json")
-    assert list(config["trainable_token_indices"].values())[0], "else it never learns to stop"
+    assert next(iter(config["trainable_token_indices"].values())), "else it never learns to stop"
     again = read(out / "03-again" / "adapter" / "adapter_config.json")
     assert again["trainable_token_indices"] == config["trainable_token_indices"]
 
@@ -74,11 +84,9 @@ def test_rows_of_a_template_that_chats_have_trained_are_ordinary(work):
 
 
 def test_a_base_folder_with_a_new_template_trains_its_rows(work):
-    from tests.pipeline.small import save_base
-
     save_base(work / "plain", template="auto")
     recipe = lora_recipe(gates="none", export="adapter", model="./plain", template="chatml")
     recipe["stages"] = recipe["stages"][:1]
     _, out, _ = go(write_recipe(work, recipe))
     config = read(out / "01-sft" / "adapter" / "adapter_config.json")
-    assert list(config["trainable_token_indices"].values())[0]
+    assert next(iter(config["trainable_token_indices"].values()))

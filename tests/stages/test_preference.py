@@ -13,6 +13,8 @@ from tests.pipeline.small import go, lora_recipe, metrics, read, stage, weights_
 from lehr.errors import RecipeError
 from lehr.stages import preference
 
+pytestmark = pytest.mark.usefixtures("lean")
+
 
 def one_stage(**keys: Any) -> dict[str, Any]:
     recipe = lora_recipe(gates="none", export="adapter")
@@ -66,9 +68,12 @@ def test_a_wrong_reference_stops_the_stage(work, monkeypatch):
 def test_reference_numbers_are_kept_for_the_parent_and_pairs_they_are_of(work, monkeypatch):
     calls = []
     compute = preference.log_probabilities
-    monkeypatch.setattr(
-        preference, "log_probabilities", lambda *a: calls.append(1) or compute(*a)
-    )
+
+    def counted(model: Any, items: Any, *rest: Any) -> Any:
+        calls.extend([1] if len(items) == 20 else [])  # the others are the held-out pairs
+        return compute(model, items, *rest)
+
+    monkeypatch.setattr(preference, "log_probabilities", counted)
     path = write_recipe(work, one_stage())
     _, out, _ = go(path)
     stored = read(out / "01-preference" / "reference.json")
@@ -93,3 +98,13 @@ def test_identical_pairs_are_counted_before_training_and_teach_nothing(work: Pat
     same = [one for one in audit["findings"] if "identical" in one["kind"] or "same" in one["kind"]]
     assert same and same[0]["count"] <= 4
     assert sum(row["objective.ties"] for row in metrics(out / "01-preference")) > 0
+
+
+def test_the_held_out_loss_is_the_stages_own_and_can_choose_the_best(work):
+    """Likelihood of both answers would rise while the stage improves: it must not decide."""
+    _, out, heard = go(write_recipe(work, one_stage(max_updates=6, evaluate_every=1, early_stop=2)))
+    rows = metrics(out / "01-preference")
+    told = [row["evaluation.loss"] for row in rows]
+    assert len(rows) == 6 and told[0] == pytest.approx(math.log(2), abs=0.02)
+    assert told[-1] < told[0] < 0.7
+    assert not heard.of("stopped_early")

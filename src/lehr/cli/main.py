@@ -215,7 +215,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(arguments: list[str], as_json: bool) -> int:
     try:
-        result: Any = app(args=arguments, standalone_mode=False)
+        result: Any = app(args=arguments, standalone_mode=False, prog_name="lehr")
+        if result == Interrupted.exit_status:  # the parser swallowed a Ctrl-C
+            raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
     except LehrError as error:
         return report_error(error, as_json)

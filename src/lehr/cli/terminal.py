@@ -67,6 +67,8 @@ class Terminal:
             "plan": self._plan,
             "data": self._data,
             "mask": self._mask,
+            "finding": self._warning,
+            "displacement": self._warning,
             "stage_started": self._stage_started,
             "update": self._update,
             "showcase": self._showcase,
@@ -145,6 +147,9 @@ class Terminal:
         self.console.print(mask_text(data["spans"]))
         every = end_words(data["answers"], data["answers_without_end"])
         self.console.print(f"supervised tokens {data['supervised_share']:.0%} · {every}")
+
+    def _warning(self, event: Event) -> None:
+        self.console.print(Text("  " + event.text, style="yellow"))
 
     # -- a stage --------------------------------------------------------------
 
@@ -244,9 +249,15 @@ def gate_sentence(gate: dict[str, Any]) -> str:
     if gate["difference"] is None:
         return f"{gate['name']}: not measured"
     digits = 0 if scale == 100 else 3
-    moved = f"{gate['difference'] * scale:+.{digits}f}{unit}"
-    interval = f"[{gate['low'] * scale:+.{digits}f}, {gate['high'] * scale:+.{digits}f}]"
-    limit = f", limit {gate['limit'] * scale:+.{digits}f}" if gate["kind"] == "protect" else ""
+
+    def number(value: float | None) -> str:
+        return "?" if value is None else f"{value * scale:+.{digits}f}"
+
+    moved = f"{number(gate['difference'])}{unit}"
+    interval = f"[{number(gate['low'])}, {number(gate['high'])}]"
+    if gate["low"] is None and gate["high"] is None:
+        interval = "(too few items for an interval)"
+    limit = f", limit {number(gate['limit'])}" if gate["kind"] == "protect" else ""
     more = ""
     if gate["verdict"] == "undetermined" and gate.get("n_to_decide"):
         more = f", {gate['n_to_decide']:,} items would decide"

@@ -144,8 +144,6 @@ def print_plan(console: Console, found: Any) -> None:
     for gate in found.plan["gates"]:
         sign = "[green]can pass[/]" if gate["can_pass"] else "[red]cannot pass[/]"
         console.print(f"  {gate['kind']} {gate['name']}: {sign}; {gate['note']}")
-    for line in found.plan["findings"]:
-        console.print(f"[yellow]  {line}[/]")
     console.print(f"\nstrategy: {found.strategy_path}", soft_wrap=True)
 
 

@@ -18,7 +18,7 @@ from lehr.data.sources import SourceRows, read_source
 from lehr.data.templates import Template
 from lehr.errors import RecipeError
 from lehr.models.tokenizer import load_tokenizer
-from lehr.pipeline.planning import mask_sample
+from lehr.pipeline.stage_audit import mask_sample
 
 MAX_LENGTH = 1024
 

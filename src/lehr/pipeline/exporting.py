@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lehr.data.shapes import Encoded, Message
+from lehr.data.shapes import Encoded, Example, Message, Origin
 from lehr.errors import Problem, RecipeError
 from lehr.models.loading import load_model
 from lehr.pipeline.events import Events
@@ -23,6 +23,7 @@ from lehr.streams import file_hash
 
 ENTRY_FILE = "lehr-export.json"
 PARITY_TEXTS = 6
+PARITY_LENGTH = 256
 PARITY_PROMPTS = 3
 KINDS = ("adapter", "merged")
 LATER = {"gguf": "GGUF export is not in this version; merged loads everywhere transformers does"}
@@ -73,9 +74,8 @@ def export_promoted(
     for kind in missing:
         entry, parity = _export(run_folder, kind, model, state, trained, bench)
         entries.append(entry)
-        said = parity.problem or (
-            f"what was trained, to {max(parity.gap, 1e-8):.0e} nats over {parity.positions} tokens"
-        )
+        apart = f"at most {parity.gap:.0e} nats apart" if parity.gap else "bit for bit"
+        said = parity.problem or f"the same as trained, {apart} on {parity.positions} tokens"
         events.emit("exported", f"export {kind}: {said}", kind_of_export=kind, **parity.as_json())
         gap = gap or (f"{kind}: {parity.problem}" if parity.problem else "")
     return entries, gap
@@ -134,14 +134,25 @@ def parity_texts(
     sequences: list[Encoded] = []
     prompts: list[tuple[Message, ...]] = []
     for source in sources.values():
-        for example in (source.heldout or source.train)[:PARITY_TEXTS]:
-            for one in encoder.encode(example, max_length=256).encoded[:1]:
-                sequences += [_row(one, branch) for branch in one.branches[:1]] or [one]
+        taken = 0
+        for example in source.heldout or source.train:
+            row = _one_row(example, encoder)
+            if row is None:  # too long, or refused by the template
+                continue
+            taken += 1
+            sequences.append(row)
             turns = example.messages
             if turns and turns[-1]["role"] == "assistant":
                 turns = turns[:-1]
             if turns:
                 prompts.append(turns)
+            if taken == PARITY_TEXTS:
+                break
+    if not sequences:  # a check of nothing would pass
+        plain = [
+            Example("text", Origin("lehr", "prompt", 1), text=text) for _, text in PLAIN_PROMPTS
+        ]
+        sequences = [row for one in plain if (row := _one_row(one, encoder)) is not None]
     if encoder.template is None:
         prompts = []
     elif not prompts:
@@ -149,10 +160,17 @@ def parity_texts(
     return sequences[: 2 * PARITY_TEXTS], prompts[:PARITY_PROMPTS]
 
 
-def _row(prompt: Encoded, branch: Encoded) -> Encoded:
-    """A prompt with one of its answers as a plain row."""
-    ids = torch.cat([prompt.ids, branch.ids])
-    return Encoded(ids, torch.cat([prompt.supervised, branch.supervised]), prompt.origin)
+def _one_row(example: Example, encoder: Any) -> Encoded | None:
+    """The first sequence of an example as a plain row: a prompt with its first answer."""
+    encoded = encoder.encode(example, max_length=PARITY_LENGTH).encoded
+    if not encoded or encoded[0].tokens < 2:
+        return None
+    one: Encoded = encoded[0]
+    if not one.branches:
+        return one
+    branch = one.branches[0]
+    ids = torch.cat([one.ids, branch.ids])
+    return Encoded(ids, torch.cat([one.supervised, branch.supervised]), one.origin)
 
 
 def load_state_in_fp32(bench: Workbench, state: State) -> Any:

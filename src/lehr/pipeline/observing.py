@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,23 @@ from lehr.pipeline.events import Events
 from lehr.pipeline.files import write_text
 from lehr.training import events as engine
 
+DISPLACEMENT_UPDATES = 10  # the last ones of a stage: one update is noise
+
 
 def watch(events: Events) -> Callable[[Any], None]:
     """An observer of the engine that speaks through `events`."""
+    better: deque[float] = deque(maxlen=DISPLACEMENT_UPDATES)
+    updates = 0
 
     def observe(event: Any) -> None:
-        if isinstance(event, engine.UpdateDone):
+        nonlocal updates
+        if isinstance(event, engine.RunStarted):
+            updates = event.updates
+        elif isinstance(event, engine.UpdateDone):
             events.emit("update", "", durable=False, **event.row)
+            better.append(event.row.get("objective.chosen_logratio") or 0.0)
+            if event.row["update"] == updates and sum(better) < 0:
+                _displaced(events, sum(better) / len(better))
         elif isinstance(event, engine.ResumedFrom):
             text = f"resumed at update {event.update}"
             events.emit("resumed", text, update=event.update)
@@ -50,6 +61,15 @@ def watch(events: Events) -> Callable[[Any], None]:
             events.emit("interrupt", f"{event.signal}: writing a checkpoint, then leaving")
 
     return observe
+
+
+def _displaced(events: Events, logratio: float) -> None:
+    """Preference: the margin can grow while the better answers become less likely."""
+    text = (
+        f"displacement: the better answers are less likely than at the start (log-ratio "
+        f"{logratio:.2f}); the margin comes from pushing the worse ones down further"
+    )
+    events.emit("displacement", text, chosen_logratio=logratio)
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -65,7 +65,7 @@ def plan(
         prepared = prepare(recipe, folder, events)
         announce(prepared, events)
         _, gates = measured_gates(prepared)
-        write_plan(prepared, gates)
+        write_plan(prepared, gates, events)
         masks = [
             {"stage": one.folder_name, "spans": audit["mask_sample"]}
             for one in prepared.stages

@@ -14,9 +14,6 @@ from typing import Any
 
 import torch
 
-from lehr.data.audit import findings
-from lehr.data.preview import end_tokens, preview, supervised_share
-from lehr.data.shapes import Encoded
 from lehr.diagnosis.machine import choose_precision, describe_machine
 from lehr.diagnosis.planner import forecast, operations_per_update, seconds_per_update
 from lehr.diagnosis.schedules import schedule_findings
@@ -27,6 +24,7 @@ from lehr.pipeline.events import Events
 from lehr.pipeline.files import read_json, write_json
 from lehr.pipeline.keys import base_key
 from lehr.pipeline.sources import EncodedSource, ReadSource, corpus, encode_source, read_all
+from lehr.pipeline.stage_audit import finding_words, write_audit
 from lehr.pipeline.staging import PlannedStage, planned_stage, settle_micro_batch
 from lehr.pipeline.workbench import Workbench
 from lehr.recipe.loading import recipe_hash, stage_part
@@ -36,7 +34,6 @@ from lehr.training.schedules import as_updates
 
 SAME_MACHINE = ("cpu", "capability", "threads", "device", "accelerator")
 MEMORY_SHARE = 0.8  # of what is free: the rest is the system's and the allocator's
-SAMPLE_CHARACTERS = 1200
 TINY_FACTOR = 3.0  # small operations cost their dispatch
 
 
@@ -86,16 +83,21 @@ def prepare(
         needed = sum(stage.disk for stage in stages)
         require_disk(folder, needed, "states and checkpoints")
     if write:
-        for stage in stages:
+        audits = [
             write_audit(folder / stage.folder_name, stage, sources, bench, recipe.seed)
+            for stage in stages
+        ]
+        found = [finding_words(one) for audit in audits for one in audit["findings"]]
+        plan["findings"] = list(dict.fromkeys([*plan["findings"], *found]))
         write_json(folder / "plan.json", plan)
     return Prepared(recipe, folder, sources, bench, stages, plan, encoded)
 
 
 def machine_line(machine: Mapping[str, Any], precision: Mapping[str, Any]) -> str:
     """One line: what computes, how much memory, in which precision and why."""
+    threads = f"{machine['threads']} thread{'' if machine['threads'] == 1 else 's'}"
     return (
-        f"{machine['cpu']}, {machine['threads']} threads, {machine['memory_gib']:.0f} GiB\n"
+        f"{machine['cpu']}, {threads}, {machine['memory_gib']:.0f} GiB\n"
         f"{precision['value']}: {precision['why']}"
     )
 
@@ -342,57 +344,3 @@ def _planned_entry(planned: PlannedStage, precision: str) -> dict[str, Any]:
         "memory": dict(planned.memory or {}),
         "disk": planned.disk,
     }
-
-
-def write_audit(
-    folder: Path,
-    planned: PlannedStage,
-    sources: Mapping[str, ReadSource],
-    bench: Workbench,
-    seed: int,
-) -> dict[str, Any]:
-    """audit.json of a stage: what became of each row, what looks wrong, what is trained."""
-    names = list(planned.stage.mixture())
-    found = findings(
-        {name: sources[name].train for name in names},
-        {name: planned.sources[name].train for name in names},
-        {name: sources[name].heldout for name in names},
-    )
-    everything = [one for name in names for one in planned.sources[name].train]
-    own = [one for name in planned.stage.data for one in planned.sources[name].train]
-    packs = planned.first_packs(seed)
-    ended = answers = 0
-    if planned.stage.kind != "pretrain":
-        ended, answers = end_tokens(own, bench.encoder.stop_ids)
-    audit = {
-        "sources": [planned.sources[name].accounting.as_json() for name in names],
-        "findings": [one.as_json() for one in found],
-        "mask_sample": mask_sample(own, bench.model.tokenizer),
-        "supervised_share": supervised_share(everything),
-        "every_end_token": ended == answers,
-        "answers": answers,
-        "answers_without_end": answers - ended,
-        "packs": len(packs),
-        "fill": planned.fill(seed),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "audit.json", audit)
-    return audit
-
-
-def mask_sample(encoded: Sequence[Encoded], tokenizer: Any) -> list[dict[str, Any]]:
-    """One example of middling length as spans of text: which tokens are trained."""
-    if not encoded:
-        return []
-    by_length = sorted(encoded, key=lambda one: one.tokens)
-    sample = by_length[len(by_length) // 2]
-    spans = preview(sample, tokenizer)
-    shown: list[dict[str, Any]] = []
-    for span in spans:
-        text = (
-            span.text
-            if len(span.text) <= SAMPLE_CHARACTERS
-            else span.text[:SAMPLE_CHARACTERS] + " …"
-        )
-        shown.append({"text": text, "supervised": span.supervised, "control": span.control})
-    return shown

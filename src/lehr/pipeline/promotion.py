@@ -45,7 +45,10 @@ def gate_words(verdict: Verdict) -> str:
         return f"{value * scale:+.{digits}f}" if math.isfinite(value) else "?"
 
     text = f"{name} {number(verdict.difference)}{unit} "
-    text += f"[{number(verdict.low)}, {number(verdict.high)}]"
+    if math.isfinite(verdict.low) or math.isfinite(verdict.high):
+        text += f"[{number(verdict.low)}, {number(verdict.high)}]"
+    else:
+        text += "(too few items for an interval)"
     if gate.kind == "protect":
         text += f", limit {number(gate.signed_limit)}"
     if verdict.n_to_decide and verdict.verdict == "undetermined":

@@ -93,16 +93,16 @@ def measured_gates(prepared: Prepared) -> tuple[dict[str, Suite], list[list[Plan
     return suites, gates
 
 
-def write_plan(prepared: Prepared, gates: Sequence[Sequence[PlannedGate]]) -> None:
-    """plan.json, recipe.yaml and strategy.md of a run."""
+def write_plan(prepared: Prepared, gates: Sequence[Sequence[PlannedGate]], events: Events) -> None:
+    """plan.json, recipe.yaml and strategy.md of a run; says which gates cannot pass."""
     recipe, plan, folder = prepared.recipe, prepared.plan, prepared.folder
     entries = [one.as_json() for stage in gates for one in stage]
     plan["gates"] = list({(one["name"], one["kind"]): one for one in entries}.values())
-    plan["findings"] += [
-        f"gate {entry['name']} cannot pass with the items at hand: {entry['note']}"
-        for entry in plan["gates"]
-        if not entry["can_pass"]
-    ]
+    for entry in plan["gates"]:
+        if not entry["can_pass"]:
+            text = f"gate {entry['name']} cannot pass with the items at hand: {entry['note']}"
+            plan["findings"].append(text)
+            events.emit("finding", text)
     write_json(folder / "plan.json", plan)
     write_text(folder / "recipe.yaml", dump_recipe(recipe, folder))
     write_text(folder / "strategy.md", write_strategy(plan, recipe.model_dump(mode="json")))
@@ -119,6 +119,8 @@ def announce(prepared: Prepared, events: Events) -> None:
     notes = [note for source in prepared.plan["data"] for note in source["notes"]]
     for line in dict.fromkeys(notes):
         events.emit("notice", line)
+    for line in prepared.plan["findings"]:
+        events.emit("finding", line)
 
 
 class _Run:
@@ -145,7 +147,7 @@ class _Run:
     def go(self) -> Ledger:
         announce(self.prepared, self.events)
         suites, gates = measured_gates(self.prepared)
-        write_plan(self.prepared, gates)
+        write_plan(self.prepared, gates, self.events)
         wanted = {one.gate.suite for stage in gates for one in stage} | set(self.recipe.suites)
         cache = self.folder / ".cache"
         judge = Judge(
@@ -261,5 +263,5 @@ class _Run:
         if has_model:
             steps += [("model", f"{folder}/model"), ("talk to it", f"lehr chat {folder}")]
         else:
-            steps.append(("what now", "lehr explain gates"))
+            steps.append(("what now", "lehr explain evaluation"))
         return steps

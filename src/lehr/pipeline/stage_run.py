@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from lehr.pipeline.promotion import verdict_on
 from lehr.pipeline.showcase import AnswerBook, answers
 from lehr.pipeline.staging import STAGES, PlannedStage, heldout_loss, stage_context
 from lehr.pipeline.states import State, produced_json, read_state
+from lehr.stages.preference import HeldoutLoss as PairLoss
 
 IN_RUN_HELDOUT = 48  # held-out examples that an evaluation during training looks at
 
@@ -137,8 +139,10 @@ class StageRun:
     def _kl_prompts(self, planned: PlannedStage) -> list[Any]:
         prompts: list[Any] = [one.messages for one in self.book.shown]
         for name in planned.stage.data:
+            # Rows that encoding dropped (too long, refused by the template) have no prompt.
+            usable = {one.origin for one in planned.sources[name].heldout}
             for example in self.prepared.sources[name].heldout:
-                turns = example.messages
+                turns = example.messages if example.origin in usable else ()
                 if turns and turns[-1]["role"] == "assistant":
                     turns = turns[:-1]
                 if turns:
@@ -201,8 +205,12 @@ def train_stage(
         tuned = replace(tuned, untrained_rows=tuple(rows))
     heldout = planned.heldout()[:IN_RUN_HELDOUT]
 
+    measure: Callable[[], float] = partial(heldout_loss, model, heldout, planned.pack_length)
+    if stage.kind == "preference":
+        measure = PairLoss(model, heldout, reference, stage)
+
     def evaluate(update: int) -> dict[str, float]:
-        loss = heldout_loss(model, heldout, planned.pack_length)
+        loss = measure()
         if told is not None:
             told(update, loss)
         return {"loss": loss}

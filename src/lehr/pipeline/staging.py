@@ -73,7 +73,9 @@ class PlannedStage:
     def settings(self, precision: str) -> EngineSettings:
         """The engine's view of the stage."""
         stage = self.stage
-        every = stage.evaluate_every or max(1, math.ceil(self.updates / EVALUATIONS_A_STAGE))
+        every = stage.evaluate_every
+        if every is None and self.heldout():
+            every = max(1, math.ceil(self.updates / EVALUATIONS_A_STAGE))
         return EngineSettings(
             updates=self.updates,
             learning_rate=stage.learning_rate,
@@ -219,7 +221,7 @@ def stage_context(
 
 
 def heldout_loss(model: Any, encoded: Sequence[Encoded], pack_length: int) -> float:
-    """Mean negative log-probability (nats) of the supervised tokens; of both answers of pairs."""
+    """Mean negative log-probability (nats) of the supervised tokens."""
     total, count = 0.0, 0.0
     was_training = model.training
     model.eval()

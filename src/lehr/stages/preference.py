@@ -11,13 +11,15 @@ that is asserted, because every wrong reference shows itself there.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lehr.data.packing import pack
 from lehr.data.shapes import Encoded
-from lehr.objectives.preference import Dpo, check_starts_at_reference
+from lehr.objectives.preference import Dpo, check_starts_at_reference, dpo_loss
 from lehr.stages.context import StageContext, train
 from lehr.streams import content_hash
 from lehr.training.progress import TrainingResult
@@ -68,16 +70,49 @@ def log_probabilities(
     packing: bool = True,
 ) -> Reference:
     """Summed log-probability of the chosen and the rejected answer of each pair, under `state`."""
-    found: Reference = {}
     with torch.no_grad(), model.as_of(state):
         model.eval()
-        for one in pack(items, pack_length, packing):
-            stats = model.token_stats(model.hidden(one), one.predict_from, one.targets)
-            sums = one.sequence_sum(stats.log_probability.double())
-            for place, item in enumerate(one.items):
-                chosen, rejected = sums[one.sequence_example == place].tolist()
-                found[item] = (chosen, rejected)
+        return _summed(model, items, pack_length, packing)
+
+
+def _summed(
+    model: Any, items: Sequence[tuple[int, Encoded]], pack_length: int, packing: bool
+) -> Reference:
+    """As `log_probabilities`, under the model as it is."""
+    found: Reference = {}
+    for one in pack(items, pack_length, packing):
+        stats = model.token_stats(model.hidden(one), one.predict_from, one.targets)
+        sums = one.sequence_sum(stats.log_probability.double())
+        for place, item in enumerate(one.items):
+            chosen, rejected = sums[one.sequence_example == place].tolist()
+            found[item] = (chosen, rejected)
     return found
+
+
+class HeldoutLoss:
+    """The stage's own loss on held-out pairs: what best and early stop minimise.
+
+    The likelihood of the pairs' answers would not do: a better policy makes half of them
+    less likely. The reference of these pairs is computed at the first call.
+    """
+
+    def __init__(self, model: Any, pairs: Sequence[Encoded], parent: Any, stage: Any) -> None:
+        self.model, self.parent, self.stage = model, parent, stage
+        self.items = list(enumerate(pairs))
+        self.pack_length = int(stage.pack_length or stage.max_length)
+        self._reference: Tensor | None = None
+
+    def __call__(self) -> float:
+        if self._reference is None:
+            found = log_probabilities(
+                self.model, self.items, self.parent, self.pack_length, self.stage.packing
+            )
+            self._reference = torch.tensor([found[item] for item, _ in self.items]).double()
+        with torch.no_grad():
+            now = _summed(self.model, self.items, self.pack_length, self.stage.packing)
+        ratios = torch.tensor([now[item] for item, _ in self.items]).double() - self._reference
+        stage = self.stage
+        return float(dpo_loss(ratios[:, 0], ratios[:, 1], stage.beta, stage.label_smoothing).mean())
 
 
 def _fingerprint(encoded: Encoded) -> list[list[int]]:
