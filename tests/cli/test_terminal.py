@@ -99,6 +99,37 @@ def test_a_gate_that_measured_nothing_has_a_sentence():
     assert gate_sentence(half) == "g vs base: +10 points (too few items for an interval), limit +4"
 
 
+class LeavingReader(io.StringIO):
+    """A pipe whose reader has seen enough."""
+
+    def write(self, text: str) -> int:
+        if self.tell() > 200:
+            raise BrokenPipeError
+        return super().write(text)
+
+
+def test_a_reader_that_leaves_does_not_end_the_run(finished_once):
+    stream = LeavingReader()
+    terminal = Terminal(stream)
+    for event in finished_once[2]:
+        terminal(event)
+    terminal.close()
+    assert "recipe: ./base" in stream.getvalue() and "report.html" not in stream.getvalue()
+
+
+def test_a_terminal_without_the_signs_gets_question_marks(finished_once, capfd, monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", stream)
+    with pytest.raises(SystemExit) as left:
+        main(["run", str(finished_once[0]), "--verify", "--out", "nowhere"])
+    assert left.value.code == 2
+    terminal = Terminal(stream)
+    for event in finished_once[2]:
+        terminal(event)
+    stream.flush()
+    assert b"Promoted preference" in stream.buffer.getvalue()
+
+
 def test_durations():
     assert [duration(s) for s in (0.2, 59, 89.9, 3600, 86400)] == [
         *("0 s", "59 s", "90 s", "60 min", "24 h 0 min"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,6 +35,7 @@ def one_measurement() -> Iterator[None]:
 
     patch = pytest.MonkeyPatch()
     patch.setattr(planning, "describe_machine", known)
+    patch.setattr(os, "fsync", lambda _: None)  # against a loss of power, which no test has
     patch.setattr(showcase, "ANSWER_TOKENS", 3)
     patch.setattr(workbench.gc, "collect", lambda: 0)  # half a second in a process full of tests
     patch.setattr(own_text, "TEXT_TOKENS", 12)
@@ -52,7 +54,7 @@ def lean() -> Iterator[None]:
     patch.setattr(run_module, "export_promoted", lambda *_: ([], ""))
     patch.setattr(stage_run, "answers", lambda *_: [])
     patch.setattr(showcase, "answers", lambda *_: [])
-    patch.setattr(judging, "KL_PROMPTS", 2)
+    patch.setattr(judging.Judge, "kl", lambda *_: None)
     yield
     patch.undo()
 

@@ -37,8 +37,8 @@ from tests.pipeline.small import (
 from lehr.data.rows import Row
 from lehr.errors import RecipeError
 from lehr.models.loading import load_model
-from lehr.pipeline import showcase, workbench
 from lehr.pipeline import run as run_module
+from lehr.pipeline import showcase, workbench
 from lehr.pipeline import sources as sources_module
 from lehr.pipeline.plan import plan
 from lehr.recipe.loading import load_recipe

@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 import warnings
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -205,6 +206,9 @@ def main(arguments: list[str] | None = None) -> None:
     for kind in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=kind)
     as_json = "--json" in arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a sign that a terminal cannot show ends nothing
+            stream.reconfigure(errors="replace")
     status = _run(arguments, as_json)
     try:
         sys.stdout.flush()

@@ -6,9 +6,11 @@ ten times a stage. Everything goes to the stream that the verb chose.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import IO, Any
 
 from rich.console import Console
@@ -48,11 +50,20 @@ def one_line(text: str, limit: int) -> str:
     return flat if len(flat) <= limit else flat[: limit - 1].rstrip() + "…"
 
 
+class _Screen(Console):
+    """A console whose reader may leave: `lehr run recipe.yaml | head` must not end the run."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
 class Terminal:
     """Draws the events of a run."""
 
     def __init__(self, stream: IO[str], width: int | None = None) -> None:
-        self.console = Console(file=stream, highlight=False, soft_wrap=False)
+        self.console = _Screen(file=stream, highlight=False, soft_wrap=False)
         found = self.console.width if self.console.is_terminal else WIDTH
         self.console.width = width or max(40, min(found, 100))
         self.live: Live | None = None

@@ -82,6 +82,15 @@ def _as_it_is(value: int) -> int:
     return value
 
 
+@lru_cache(maxsize=1)
+def _bands() -> tuple[int, int]:
+    """Bands and rows of the index for its threshold: a search of many integrals, done once."""
+    from datasketch import MinHashLSH
+
+    index: Any = MinHashLSH(threshold=_INDEX_THRESHOLD, num_perm=_PERMUTATIONS)
+    return int(index.b), int(index.r)
+
+
 class NearIndex:
     """Texts that can be asked for one that is nearly the same."""
 
@@ -90,7 +99,7 @@ class NearIndex:
 
         self.threshold = threshold
         self._prints: list[Print] = []
-        self._index: Any = MinHashLSH(threshold=_INDEX_THRESHOLD, num_perm=_PERMUTATIONS)
+        self._index: Any = MinHashLSH(num_perm=_PERMUTATIONS, params=_bands())
 
     def find(self, text: Print) -> int | None:
         """Number of the first text that is at least `threshold` similar, or None."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
 
@@ -15,8 +16,13 @@ STAGE_VERSION = 1
 
 def versions() -> dict[str, str]:
     """Versions of everything that can change a number."""
-    found = {name: version(name) for name in ("torch", "transformers", "tokenizers", "peft")}
-    return {"lehr": version("lehr"), "python": platform.python_version(), **found}
+    names = ("lehr", "torch", "transformers", "tokenizers", "peft")
+    return {"python": platform.python_version(), **{name: _version(name) for name in names}}
+
+
+@lru_cache
+def _version(name: str) -> str:
+    return version(name)
 
 
 def engines() -> list[str]:
