@@ -19,6 +19,7 @@ from tests.pipeline.small import (
     lora_recipe,
     metrics,
     read,
+    stage,
     weights,
     weights_recipe,
     write_recipe,
@@ -109,10 +110,10 @@ def test_killed_at_random_moments_and_the_same_bits(work, make, kills):
     assert deaths.count(-9) >= 2, "the kills came too late to mean anything"
     ledger, out, _ = go(path)
     whole = work / "whole"
-    stages = [stage["folder"] for stage in ledger.stages]
-    assert len(stages) == 2
-    for stage in stages:
-        assert metrics(out / stage) == metrics(whole / stage)
+    folders = [entry["folder"] for entry in ledger.stages]
+    assert len(folders) == 2
+    for folder in folders:
+        assert metrics(out / folder) == metrics(whole / folder)
     mine, theirs = weights(out), weights(whole)
     assert mine.keys() == theirs.keys() and len(mine) >= 8
     assert [name for name in mine if mine[name] != theirs[name]] == []
@@ -214,11 +215,15 @@ def test_what_auto_settled_is_kept_for_the_rest_of_the_run(work, monkeypatch):
     """Free memory differs from start to start; the micro-batch (and its bits) must not."""
     from lehr.pipeline import planning
 
-    path = write_recipe(work, weights_recipe(gates="none"))
+    recipe = weights_recipe(gates="none")
+    recipe["stages"] = [{"pretrain": stage("text", max_length=128, packing=False)}]
+    path = write_recipe(work, recipe)
     monkeypatch.setattr(planning, "available_memory", lambda: 2**36)
     interrupted(path, 3)
     before = read(work / "out" / "plan.json")["stages"]
-    monkeypatch.setattr(planning, "available_memory", lambda: int(before[0]["memory"]["peak"] * 2))
+    assert before[0]["micro_batch"] == 6
+    scarce = int(before[0]["memory"]["peak"] * 1.1)  # a new run would take fewer at once
+    monkeypatch.setattr(planning, "available_memory", lambda: scarce)
     _, out, heard = go(path, "gates.protect.forgetting=9")
     after = read(out / "plan.json")["stages"]
     assert [one["micro_batch"] for one in after] == [one["micro_batch"] for one in before]

@@ -28,6 +28,7 @@ def test_the_first_loss_is_ln_2_after_another_stage(finished_once):
     rows = metrics(out / "02-preference")
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert rows[0]["objective.chosen_logratio"] == pytest.approx(0, abs=1e-4)
+    assert rows[0]["objective.ties"] == 1.0, "rounding is no preference"
     assert rows[-1]["loss"] < 0.68 and rows[-1]["objective.margin"] > 0
 
 

@@ -16,6 +16,7 @@ from lehr.errors import Problem, RecipeError
 from lehr.objectives.base import Loss, Number
 
 LOSS_AT_REFERENCE = math.log(2.0)
+TIE_NATS = 1e-4  # closer than log-probabilities are reproducible: neither answer is preferred
 
 
 def dpo_loss(
@@ -105,11 +106,12 @@ class Dpo:
         losses, chosen, rejected = losses.detach(), chosen.detach(), rejected.detach()
         pairs = float(losses.numel())
         margin = torch.where(identical, torch.zeros_like(chosen), self.beta * (chosen - rejected))
+        tie = self.beta * TIE_NATS
         return {
             "loss": (losses.sum(), pairs),
             "margin": (margin.sum(), pairs),
-            "accuracy": ((margin > 0).sum(), pairs),
-            "ties": ((margin == 0).sum(), pairs),
+            "accuracy": ((margin > tie).sum(), pairs),
+            "ties": ((margin.abs() <= tie).sum(), pairs),
             "chosen_logratio": (chosen.sum(), pairs),
             "rejected_logratio": (rejected.sum(), pairs),
             "chosen_reward": (self.beta * chosen.sum(), pairs),

@@ -177,9 +177,7 @@ def _settle(
     stored: Mapping[str, Any],
 ) -> None:
     before = {one.get("settled_for"): one for one in stored.get("stages", [])}
-    limit = int(available_memory() * MEMORY_SHARE)
-    if recipe.memory_limit != "auto":
-        limit = int(recipe.memory_limit * 2**30)
+    limit = _allowed(recipe, MEMORY_SHARE)
     parameters = sum(p.numel() for p in bench.model.network.parameters())
     for planned in stages:
         stage = planned.stage
@@ -205,7 +203,8 @@ def _settle(
                 planned, recipe.seed, estimate, limit, bench.packs_exactly
             )
         planned.recompute = recompute
-        _require_memory(planned, memory(recompute, planned.micro_batch)["peak"], limit)
+        allowed = limit if settled is None else max(limit, _allowed(recipe, 1.0))
+        _require_memory(planned, memory(recompute, planned.micro_batch)["peak"], allowed)
         packs = planned.first_packs(recipe.seed)
         tokens = sum(one.tokens for one in packs)
         pairs = sum(int(one.targets.numel()) for one in packs)
@@ -239,12 +238,19 @@ def _settle(
         ]
 
 
+def _allowed(recipe: Any, share: float) -> int:
+    """Bytes that a stage may take: the recipe's limit, else a share of what is free."""
+    if recipe.memory_limit != "auto":
+        return int(recipe.memory_limit * 2**30)
+    return int(available_memory() * share)
+
+
 def _require_memory(planned: PlannedStage, needed: int, limit: int) -> None:
     if needed > limit:
         expected = (
             f"{needed / 2**30:.2f} GiB at micro_batch {planned.micro_batch}, "
-            f"{limit / 2**30:.2f} GiB allowed; say micro_batch: auto, lower max_length or "
-            "pack_length, turn recompute on, or raise memory_limit"
+            f"{limit / 2**30:.2f} GiB allowed; free some, raise memory_limit, lower max_length "
+            "or pack_length, turn recompute on, or say micro_batch: auto and --fresh"
         )
         raise OutOfResources(Problem(f"memory of {planned.folder_name}", expected))
 
