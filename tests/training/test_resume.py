@@ -1,5 +1,6 @@
 """A run that is stopped at any moment ends as the run that was not: bit for bit."""
 
+import json
 import multiprocessing
 import os
 import random
@@ -12,7 +13,7 @@ import torch
 from small_runs import Cycle, Small, lines_of, make_engine, rows, run_in_process, weights_hash
 
 from lehr.errors import Interrupted, OutOfResources, RecipeError
-from lehr.training import events
+from lehr.training import checkpoint, events
 
 UPDATES = 12
 
@@ -266,3 +267,16 @@ def test_killed_inside_a_checkpoint(fresh, uninterrupted, tmp_path, operation):
     assert finish(fresh(tmp_path)) == 0
     assert ((tmp_path / "hash").read_text(), lines_of(tmp_path)) == uninterrupted
     assert not list((tmp_path / "checkpoints").glob(".tmp-*"))
+
+
+def test_a_kill_between_saving_and_deleting_leaves_no_checkpoint_too_many(tmp_path):
+    """The last save of a run has no later one that would tidy up after it."""
+    make_engine(tmp_path, 4, checkpoint_every=1, checkpoints_kept=2).run()
+    root = tmp_path / "checkpoints"
+    names = sorted(path.name for path in root.glob("update-*"))
+    assert names == ["update-000003", "update-000004"]
+    body = json.loads((root / "update-000003" / "state.json").read_text())["body"]
+    checkpoint.save(root, 2, {"weights": {}, "optimizer": {}}, body["state"], body["key"])
+    assert checkpoint.folder_of(root, 2).is_dir()
+    make_engine(tmp_path, 4, checkpoint_every=1, checkpoints_kept=2).run()
+    assert sorted(path.name for path in root.glob("update-*")) == names

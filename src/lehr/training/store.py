@@ -87,6 +87,9 @@ class Store:
         self._damaged = {skipped.path for skipped in found.skipped if not skipped.foreign}
         if found.checkpoint is not None:
             self._load(found.checkpoint, progress, batches)
+            if ranks.is_main() and not self._damaged:  # a kill came between saving and deleting
+                kept = self._settings.checkpoints_kept
+                checkpoint.rotate(self.root, self._key, progress.update, kept, ())
         kept, removed = metrics.cut(progress.attempt) if ranks.is_main() else (0, 0)
         ranks.barrier()
         self._require_room(fresh=found.checkpoint is None)
