@@ -12,8 +12,6 @@ from rich.panel import Panel
 
 from lehr.errors import Problem, RecipeError
 
-TEMPERATURE = 0.0
-
 
 def load_speakers(names: Sequence[str], template: str) -> list[tuple[str, Any, Any]]:
     """(name, model, encoder) of each; RecipeError where one has no chat template."""

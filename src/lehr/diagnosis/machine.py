@@ -152,11 +152,6 @@ def usable_memory_bytes() -> int:
     return total
 
 
-def available_memory_bytes() -> int:
-    """Memory that is free now, as far as the system says."""
-    return min(int(psutil.virtual_memory().available), usable_memory_bytes())
-
-
 def _usable_cores() -> int:
     try:
         cores = len(os.sched_getaffinity(0))
