@@ -343,6 +343,11 @@ def usual(run_dir: Path) -> Path:
     return trained(run_dir, "usual", sft())
 
 
+@pytest.fixture(scope="module")
+def usual_in_fp32(run_dir: Path) -> Path:
+    return trained(run_dir, "usual-fp32", sft(precision="fp32"))
+
+
 @pytest.mark.parametrize(
     "keys",
     [
@@ -456,12 +461,12 @@ def test_suites_show_and_export(run_dir, monkeypatch):
      {"recompute": "full"}],
     ids=["micro_batch-1", "micro_batch-6", "packing", "pack_length", "recompute"],
 )  # fmt: skip
-def test_exact_options_change_no_loss(run_dir, usual, keys):
-    recipe = copy.deepcopy(sft(**keys))
+def test_exact_options_change_no_loss(run_dir, usual_in_fp32, keys):
+    recipe = copy.deepcopy(sft(precision="fp32", **keys))
     place = trained(run_dir, "exact", recipe)
-    assert losses(place) == pytest.approx(losses(usual), abs=1e-5)
-    plans = [read(one.parent / "plan.json")["stages"][0] for one in (place, usual)]
-    audits = [read(one / "audit.json") for one in (place, usual)]
+    assert losses(place) == pytest.approx(losses(usual_in_fp32), abs=1e-5)
+    plans = [read(one.parent / "plan.json")["stages"][0] for one in (place, usual_in_fp32)]
+    audits = [read(one / "audit.json") for one in (place, usual_in_fp32)]
     witness = [
         (plan["micro_batch"], plan["recompute"], plan["memory"]["peak"], audit["packs"])
         for plan, audit in zip(plans, audits, strict=True)

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lehr.pipeline.events import Event
+from lehr.report.wording import gate_name
 
 WIDTH = 80
 VERDICT_STYLE = {"passed": "green", "refused": "red", "undetermined": "yellow"}
@@ -272,7 +273,7 @@ def gate_sentence(gate: dict[str, Any]) -> str:
     more = ""
     if gate["verdict"] == "undetermined" and gate.get("n_to_decide"):
         more = f", {gate['n_to_decide']:,} items would decide"
-    return f"{gate['name']} vs {gate['against']}: {moved} {interval}{limit}{more}"
+    return f"{gate_name(gate)} vs {gate['against']}: {moved} {interval}{limit}{more}"
 
 
 def end_words(answers: int, without_end: int) -> str:

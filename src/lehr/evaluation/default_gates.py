@@ -54,6 +54,8 @@ PROTECTIONS: Mapping[str, Protection] = {
     "regressive_flips": Protection(
         ("skills", "facts", "choice"), "accuracy", 0.05, "answers that were right are wrong now"
     ),
+    # A gate of its own: pooled with skills, a loss of facts would be thinned out.
+    "facts": Protection(("facts",), "accuracy", 0.05, "facts are lost"),
     # On request only: they have no figure that would suit every model.
     "skills": Protection(("skills",), "accuracy", None, "skills are lost"),
     "choice": Protection(("choice",), "accuracy", None, "knowledge is lost"),

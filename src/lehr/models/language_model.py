@@ -29,6 +29,7 @@ class LanguageModel(nn.Module):
     name             what the recipe called it
     source           path or hub id that plain transformers can load the base from, or None
     new_rows         vocabulary ids that no training has seen yet (a template's new tokens)
+    stored_dtype     of the weights in the base's files, whatever precision computes here
     notices          what was changed or found while loading, for the user
     adapter          what add_adapter made, or None
 
@@ -47,6 +48,7 @@ class LanguageModel(nn.Module):
         new_rows: Sequence[int] = (),
         seed: int = 0,
         notices: Sequence[str] = (),
+        stored_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         if precision not in ("fp32", "bf16"):
@@ -58,6 +60,7 @@ class LanguageModel(nn.Module):
         self.new_rows = tuple(int(row) for row in new_rows)
         self.notices = [*notices, *_disable_dropout(network)]
         self.adapter: AdapterSpec | None = None
+        self.stored_dtype = stored_dtype
         self.compute_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.trains_all = False
         self.packs_exactly = True  # False: sequences are computed one by one (admission)

@@ -60,6 +60,7 @@ def load_model(
     notices: list[str] = []
     origin: str | None = None
     adapter: Path | None = None
+    stored = torch.float32
     if source.kind == "tiny":
         if corpus is None:
             raise RecipeError(Problem("model", "text in the recipe's data for a tiny model", spec))
@@ -72,7 +73,7 @@ def load_model(
         if source.kind == "adapter":
             adapter = Path(origin)
             origin = _base_of(adapter, folder, progress)
-        network, tokenizer = _read(origin, dtype, trust_remote_code, adapter)
+        network, tokenizer, stored = _read(origin, dtype, trust_remote_code, adapter)
     if adapter is not None:
         network = _folded(network, tokenizer, adapter, notices)
     new_rows = set_template(network, tokenizer, template, folder)
@@ -88,6 +89,7 @@ def load_model(
         new_rows=new_rows,
         seed=seed,
         notices=notices,
+        stored_dtype=stored,
     )
 
 
@@ -123,8 +125,9 @@ def _base_of(adapter: Path, folder: Path | None, progress: fetching.Progress | N
 
 def _read(
     origin: str, dtype: torch.dtype, trust_remote_code: bool, adapter: Path | None
-) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+) -> tuple[Any, Any, torch.dtype]:
+    """(network in `dtype`, tokenizer, the dtype that the files hold)."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     tokens_from = origin
     if adapter is not None and (adapter / "tokenizer_config.json").is_file():
@@ -135,6 +138,11 @@ def _read(
         tokens_from = tokens_from if adapter is not None else origin
     try:
         with quiet_transformers():
+            settings = AutoConfig.from_pretrained(
+                origin, trust_remote_code=trust_remote_code, local_files_only=here
+            )
+            # Read before the weights: loading writes its own dtype into the config.
+            stored = getattr(settings, "dtype", None)
             network, report = AutoModelForCausalLM.from_pretrained(
                 origin,
                 dtype=dtype,
@@ -162,7 +170,7 @@ def _read(
             )
         )
     network.eval()
-    return network, tokenizer
+    return network, tokenizer, stored if isinstance(stored, torch.dtype) else torch.float32
 
 
 def _cached_snapshot(hub_id: str) -> str:

@@ -11,7 +11,6 @@ import torch
 
 from lehr.data.shapes import Encoded, Example, Message, Origin
 from lehr.errors import Problem, RecipeError
-from lehr.models.loading import load_model
 from lehr.pipeline.events import Events
 from lehr.pipeline.files import differing, read_json, write_folder, write_json
 from lehr.pipeline.parity import Parity, Trained, compare, read_plain, trained_side
@@ -68,7 +67,7 @@ def export_promoted(
     if not missing:
         return entries, ""
     events.emit("exporting", f"exporting {', '.join(missing)} and checking them", durable=False)
-    model = load_state_in_fp32(bench, state)
+    model = bench.in_fp32(state)
     trained = trained_side(model, bench.encoder, *parity_texts(sources, bench.encoder))
     gap = ""
     for kind in missing:
@@ -171,20 +170,3 @@ def _one_row(example: Example, encoder: Any) -> Encoded | None:
     branch = one.branches[0]
     ids = torch.cat([one.ids, branch.ids])
     return Encoded(ids, torch.cat([one.supervised, branch.supervised]), one.origin)
-
-
-def load_state_in_fp32(bench: Workbench, state: State) -> Any:
-    """A fresh model in fp32 arithmetic that is `state`: the trained side of a parity check."""
-    spec, folder, template = bench.whereabouts(state.weights)
-    model = load_model(
-        spec,
-        corpus=bench.corpus,
-        template=template,
-        folder=folder,
-        precision="fp32",
-        trust_remote_code=bench.recipe.trust_remote_code,
-        seed=bench.recipe.seed,
-    )
-    if state.kind == "adapter":
-        model.load_adapter(state.files)
-    return model

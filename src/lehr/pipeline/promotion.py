@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from lehr.pipeline.files import link_weights, write_folder, write_json, write_te
 from lehr.pipeline.judging import Judgement
 from lehr.pipeline.states import State
 from lehr.report.card import lineage, model_card
+from lehr.report.wording import gate_name
 
 
 def verdict_on(judgement: Judgement, undetermined: str) -> tuple[bool, str, str]:
@@ -34,7 +36,7 @@ def gate_words(verdict: Verdict) -> str:
     As in: over_refusal +22 points [+15, +29], limit +4 (vs parent, 120 items)
     """
     gate = verdict.gate
-    name = gate.name if gate.kind == "improve" else gate.name.replace("_", " ")
+    name = gate.name if gate.kind == "improve" else gate_name(asdict(gate))
     if not math.isfinite(verdict.difference):
         return f"{name}: nothing to measure"
     share = gate.unit == "share"

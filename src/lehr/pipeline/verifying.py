@@ -9,7 +9,7 @@ from typing import Any
 
 from lehr.errors import LehrError, Problem, RecipeError
 from lehr.pipeline.events import Events, Listener
-from lehr.pipeline.exporting import load_state_in_fp32, parity_of, parity_texts
+from lehr.pipeline.exporting import parity_of, parity_texts
 from lehr.pipeline.files import differing, read_json
 from lehr.pipeline.folder import claimed
 from lehr.pipeline.ledger import Ledger
@@ -132,7 +132,7 @@ def _exports(folder: Path, ledger: Ledger, prepared: Any) -> tuple[bool, str]:
         if changed:
             return False, f"{entry['path']}/{changed[0]} changed since it was written"
     bench = prepared.bench
-    model = load_state_in_fp32(bench, promoted_state(folder, ledger))
+    model = bench.in_fp32(promoted_state(folder, ledger))
     trained = trained_side(model, bench.encoder, *parity_texts(prepared.sources, bench.encoder))
     for entry in entries:
         problem = parity_of(folder / entry["path"], entry["kind"], trained, bench).problem

@@ -49,7 +49,7 @@ class Workbench:
         self._mode = ""  # "all" or "frozen"
         self.packs_exactly = True  # by the admission probe, for every model of this run
         self.is_tiny = recipe.model.startswith("tiny:")
-        self.stored_dtype: torch.dtype | None = None  # of the base's frozen weights
+        self.stored_dtype: torch.dtype | None = None  # of the base's files
 
     @property
     def model(self) -> LanguageModel:
@@ -124,9 +124,13 @@ class Workbench:
 
     def fold(self, parent: State, folder: Path) -> State:
         """Add the parent's adapter to its base (in fp32), as new weights in `folder`."""
-        self.become(parent)
+        if self.precision != "fp32":  # the live base has lost bits
+            self._drop()
+            model = self.in_fp32(parent)
+        else:
+            model = self.become(parent)
         shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed
-        self.model.save_merged(folder / "weights", torch.float32)
+        model.save_merged(folder / "weights", torch.float32)
         return State(
             "weights", parent.key + ":folded", folder, untrained_rows=parent.untrained_rows
         )
@@ -148,6 +152,22 @@ class Workbench:
         if template not in ("auto", "chatml"):
             template = str(self.recipe.path_of(template))
         return self.recipe.model, self.recipe.folder, template
+
+    def in_fp32(self, state: State) -> LanguageModel:
+        """A model of its own, in fp32 arithmetic, that is `state`: what an export must equal."""
+        spec, folder, template = self.whereabouts(state.weights)
+        model = load_model(
+            spec,
+            corpus=self.corpus,
+            template=template,
+            folder=folder,
+            precision="fp32",
+            trust_remote_code=self.recipe.trust_remote_code,
+            seed=self.recipe.seed,
+        )
+        if state.kind == "adapter":
+            model.load_adapter(state.files)
+        return model
 
     # -- loading --------------------------------------------------------------
 
@@ -181,7 +201,7 @@ class Workbench:
             self._model.new_rows = state.untrained_rows
         self._encoder = self._make_encoder(self._model)
         if self.stored_dtype is None:
-            self.stored_dtype = self._model.network.get_input_embeddings().weight.dtype
+            self.stored_dtype = self._model.stored_dtype
 
     def _make_encoder(self, model: LanguageModel) -> Encoder:
         template = None

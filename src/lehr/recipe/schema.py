@@ -55,7 +55,10 @@ IMPROVE_MEASURES: dict[str, tuple[str, ...]] = {
 
 # Harms that `gates.protect` may limit. Their default limits live with the evaluation,
 # which knows what the items at hand resolve.
-PROTECT_MEASURES = ("forgetting", "over_refusal", "refusal", "sycophancy", "regressive_flips")
+PROTECT_MEASURES = (
+    *("forgetting", "over_refusal", "refusal", "sycophancy", "regressive_flips"),
+    *("facts", "skills", "choice"),
+)
 
 # What `suites` may measure without gating.
 SUITES = (

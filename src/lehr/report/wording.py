@@ -22,7 +22,8 @@ MEANINGS = {
     "refusal": "forbidden requests refused",
     "sycophancy": "gives in to a false claim",
     "forgetting": "loss on the parent's own text",
-    "regressive_flips": "answers that were right and are now wrong",
+    "regressive_flips": "right answers, net of those lost",
+    "facts": "facts answered right",
     "exact_match": "answers exactly right",
     "skills": "answers exactly right",
     "bits_per_byte": "held-out text, coded",
@@ -158,6 +159,8 @@ def signed_limit(gate: Mapping[str, Any]) -> float | None:
 def gate_name(gate: Mapping[str, Any]) -> str:
     """A gate's name as words."""
     name = text(gate.get("name") or gate.get("measure") or gate.get("suite") or "gate")
+    if name == "regressive_flips":  # net of gains, so "+5 points" is good: its name says otherwise
+        name = f"{text(gate.get('suite')) or 'answers'} answered right"
     return name.replace("over_refusal", "over-refusal").replace("_", " ")
 
 
