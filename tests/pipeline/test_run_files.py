@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.pipeline.small import Heard, read
+from tests.pipeline.small import Heard, go, lora_recipe, read, write_recipe
 
 from lehr.pipeline.ledger import Ledger
+from lehr.pipeline.plan import plan
 from lehr.pipeline.run import shown
 from lehr.recipe.loading import load_recipe, recipe_hash
 from lehr.streams import file_hash
@@ -158,3 +159,23 @@ def test_a_folder_is_shown_as_a_person_would_type_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert shown(tmp_path / "runs" / "a") == "runs/a"
     assert shown(Path("/elsewhere/a")) == "/elsewhere/a"
+
+
+def test_a_plan_leaves_the_record_of_a_run_as_it_is(finished):
+    out = finished.parent / "out"
+    before = {path: path.read_bytes() for path in out.rglob("*.json")}
+    changed = lora_recipe()
+    changed["stages"] = changed["stages"][:1]
+    found = plan(load_recipe(write_recipe(finished.parent, changed)))
+    assert len(found.plan["stages"]) == 1 and found.strategy_path.endswith("planned/strategy.md")
+    assert {path: path.read_bytes() for path in before} == before
+    assert (out / "planned" / "plan.json").is_file()
+
+
+def test_the_recipe_that_a_run_wrote_is_that_run(finished):
+    out, moved = finished.parent / "out", finished.parent / "moved"
+    _, folder, heard = go(out / "recipe.yaml")
+    assert folder == out and heard.updates() == 0
+    out.rename(moved)
+    _, folder, heard = go(moved / "recipe.yaml")
+    assert folder == moved and heard.updates() == 0 and not out.exists()

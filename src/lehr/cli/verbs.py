@@ -81,10 +81,10 @@ def run_verb(
 
 
 def _verify(recipe: Any, out: Path | None, as_json: bool) -> int:
-    from lehr.pipeline.folder import output_folder
+    from lehr.pipeline.folder import place_of
     from lehr.pipeline.verifying import verify
 
-    folder = output_folder(recipe.output, recipe.name, out, recipe.folder)
+    _, folder = place_of(recipe, None, out)
     with terminal(as_json) as drawn:
         found = verify(recipe, folder, listeners=[drawn])
     if as_json:

@@ -8,17 +8,19 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from lehr.errors import Problem, RecipeError
 from lehr.pipeline.files import read_json
 
+RESOLVED = "recipe"  # recipe.yaml: what a run writes its resolved recipe to
+PLANNED = "planned"  # where `lehr plan` writes, once a run is there
 LOCK = ".lock"  # made with the folder and never removed: it also says whose the folder is
 # Any of these says that a run was here. recipe.yaml does not: a user's own may lie there.
 TRACES = ("ledger.json", "plan.json", "events.jsonl", LOCK)
 WRITTEN = {
     *("ledger.json", "recipe.yaml", "plan.json", "strategy.md", "report.html", "events.jsonl"),
-    *("model", "exports", ".cache"),
+    *("model", "exports", ".cache", PLANNED),
 }
 STAGE_FOLDER = re.compile(r"\d\d+-.+")
 ASIDE = re.compile(r"\..+\.(writing|old)")
@@ -31,6 +33,16 @@ def output_folder(output: str | None, name: str, out: Path | None, base: Path) -
     if output is not None:
         return (base / Path(output).expanduser()).absolute()
     return Path("runs", name).absolute()
+
+
+def place_of(recipe: Any, name: str | None, out: Path | None) -> tuple[str, Path]:
+    """(name, folder) of a run. A run's own recipe.yaml is that run, in its own folder."""
+    if name is None and out is None and recipe.name == RESOLVED:
+        owner = _owner(recipe.folder) if (recipe.folder / "plan.json").is_file() else ""
+        if owner:
+            return owner, recipe.folder
+    name = name or recipe.name
+    return name, output_folder(recipe.output, name, out, recipe.folder)
 
 
 @contextmanager

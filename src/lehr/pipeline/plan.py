@@ -9,7 +9,7 @@ from typing import Any
 
 from lehr.pipeline.events import Events, Listener
 from lehr.pipeline.files import read_json
-from lehr.pipeline.folder import claimed, output_folder
+from lehr.pipeline.folder import PLANNED, claimed, place_of
 from lehr.pipeline.planning import prepare
 from lehr.pipeline.run import announce, measured_gates, shown, write_plan
 from lehr.recipe.loading import recipe_notices
@@ -54,15 +54,17 @@ def plan(
 
     Raises RecipeError with all problems, and OutOfResources.
     """
-    name = name or recipe.name
-    folder = output_folder(recipe.output, name, out, recipe.folder)
+    name, folder = place_of(recipe, name, out)
     recipe = resumed(recipe, folder)
     with claimed(folder, name, fresh=False):
         events = Events(None, listeners)
         events.emit("run_started", f"plan of {name}: {recipe.model}")
         for notice in recipe_notices(recipe):
             events.emit("notice", notice)
-        prepared = prepare(recipe, folder, events)
+        stored = read_json(folder / "plan.json")
+        if (folder / "ledger.json").exists():  # the record of a run stays as the run left it
+            folder = folder / PLANNED
+        prepared = prepare(recipe, folder, events, stored=stored)
         announce(prepared, events)
         _, gates = measured_gates(prepared)
         write_plan(prepared, gates, events)

@@ -17,7 +17,7 @@ from lehr.evaluation.suites import Suite
 from lehr.pipeline.events import Events, Listener
 from lehr.pipeline.exporting import export_promoted
 from lehr.pipeline.files import read_json, write_json, write_text
-from lehr.pipeline.folder import claimed, output_folder
+from lehr.pipeline.folder import claimed, place_of
 from lehr.pipeline.judging import Judge
 from lehr.pipeline.keys import versions
 from lehr.pipeline.ledger import Ledger
@@ -49,8 +49,7 @@ def run(
     exception here: `ledger.verdict` says it (the command line turns it into status 3).
     Raises RecipeError, OutOfResources, Diverged and Interrupted.
     """
-    name = name or recipe.name
-    folder = output_folder(recipe.output, name, out, recipe.folder)
+    name, folder = place_of(recipe, name, out)
     recipe = resumed(recipe, folder)
     with claimed(folder, name, fresh):
         events = Events(folder / "events.jsonl", listeners)

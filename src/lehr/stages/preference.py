@@ -19,10 +19,13 @@ from torch import Tensor
 
 from lehr.data.packing import pack
 from lehr.data.shapes import Encoded
+from lehr.errors import RecipeError
 from lehr.objectives.preference import Dpo, check_starts_at_reference, dpo_loss
 from lehr.stages.context import StageContext, train
 from lehr.streams import content_hash
 from lehr.training.progress import TrainingResult
+
+REFERENCE_FILE = "reference.json"
 
 Reference = dict[int, tuple[float, float]]
 LOSSES = {"dpo": Dpo}
@@ -40,7 +43,11 @@ def preference(context: StageContext) -> TrainingResult:
     def starts_at_reference(event: Any) -> None:
         row = getattr(event, "row", None)
         if row is not None and row.get("update") == 1 and row.get("loss") is not None:
-            check_starts_at_reference(row["loss"], precision)
+            try:
+                check_starts_at_reference(row["loss"], precision)
+            except RecipeError:
+                (context.folder / REFERENCE_FILE).unlink(missing_ok=True)  # not trusted again
+                raise
 
     return train(context, objective, starts_at_reference)
 
@@ -51,14 +58,15 @@ def reference_log_probabilities(context: StageContext) -> Reference:
     key = content_hash(
         [context.parent_key, context.model.compute_dtype, [_fingerprint(one) for _, one in items]]
     )
-    path = context.folder / "reference.json"
+    path = context.folder / REFERENCE_FILE
     stored = _read(path, key)
     if stored is not None:
         return stored
     reference = log_probabilities(
         context.model, items, context.parent, context.pack_length, context.stage.packing
     )
-    path.write_text(json.dumps({"key": key, "reference": list(reference.items())}))
+    rows = [[item, *pair] for item, pair in reference.items()]
+    path.write_text(json.dumps({"key": key, "hash": content_hash(rows), "reference": rows}))
     return reference
 
 
@@ -122,8 +130,9 @@ def _fingerprint(encoded: Encoded) -> list[list[int]]:
 def _read(path: Any, key: str) -> Reference | None:
     try:
         stored = json.loads(path.read_text())
-    except (OSError, ValueError):
+        rows = stored["reference"]
+        if stored["key"] != key or stored["hash"] != content_hash(rows):
+            return None
+        return {int(item): (chosen, rejected) for item, chosen, rejected in rows}
+    except (OSError, ValueError, KeyError, TypeError):  # absent or damaged: computed again
         return None
-    if stored.get("key") != key:
-        return None
-    return {int(item): (chosen, rejected) for item, (chosen, rejected) in stored["reference"]}
