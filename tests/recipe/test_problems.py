@@ -241,6 +241,23 @@ stages:
     assert "model, which is missing" in problems[-1]
 
 
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        (
+            "model: m\ndata: {a: {path: gone.jsonl, holdout: many}}\nstages: [sft: {data: a}]",
+            [2, 2],
+        ),
+        ("model: ./gone\nseed: x\ndata: {}\nstages: [sft: {data: chats.jsonl}]", [1, 2]),
+        ("model: m\nstages:\n- pretrain:\n    data: {law.txt: 0.5}\n    epochs: x", [4, 5]),
+    ],
+    ids=["source", "header", "stage"],
+)
+def test_a_wrong_key_hides_no_other_problem_of_its_section(problems_of, text, lines):
+    said = [problem.split(" ")[0] for problem in problems_of(text)]
+    assert said == [f"r.yaml:{line}" for line in lines]
+
+
 def test_one_mistake_is_one_problem(problems_of, full):
     broken = full.replace("chats.jsonl, holdout: 200", "chats.jsonl, holdout: many")
     only(problems_of(broken))

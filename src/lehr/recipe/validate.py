@@ -15,12 +15,17 @@ from lehr.recipe.positions import Document, Keys
 from lehr.recipe.schema import STAGE_CLASSES, Adapter, Gates, Recipe, Source, Stage
 from lehr.recipe.suggestions import LATER_VALUES, closest, explain_unknown, plain
 
+# Without these nothing sensible can be said about the rest of their section.
+DECISIVE = {"kind", "model", "data", "path", "microworld", "builtin", "schedule", "optimizer"}
 Model = TypeVar("Model", bound=Section)
 
 
 @dataclass
 class Parts:
-    """The sections that are right by themselves; None stands for one that is not."""
+    """The sections that are right by themselves, or are so without their wrong keys.
+
+    None stands for one that is not: what its wrong keys mean to say decides the rest.
+    """
 
     recipe: Recipe | None = None
     adapter: Adapter | None = None
@@ -68,9 +73,16 @@ def _check(document: Document, keys: Keys, model: type[Model], value: Any) -> Mo
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        for item in error.errors(include_url=False, include_context=False):
-            _report(document, keys, model, dict(item))
-    return None
+        found = error.errors(include_url=False, include_context=False)
+    for item in found:
+        _report(document, keys, model, dict(item))
+    wrong = {item["loc"][0] for item in found if item["loc"]}
+    if not isinstance(value, dict) or not wrong or wrong & DECISIVE:
+        return None
+    try:  # what other keys say is still checked: one mistake hides no other
+        return model.model_validate({key: v for key, v in value.items() if key not in wrong})
+    except ValidationError:
+        return None
 
 
 def _report(document: Document, keys: Keys, model: type[Section], item: dict[str, Any]) -> None:

@@ -159,6 +159,8 @@ def signed_limit(gate: Mapping[str, Any]) -> float | None:
 def gate_name(gate: Mapping[str, Any]) -> str:
     """A gate's name as words."""
     name = text(gate.get("name") or gate.get("measure") or gate.get("suite") or "gate")
+    if "." in name:  # a suite and its measure, as a recipe says it
+        return name
     if name == "regressive_flips":  # net of gains, so "+5 points" is good: its name says otherwise
         name = f"{text(gate.get('suite')) or 'answers'} answered right"
     return name.replace("over_refusal", "over-refusal").replace("_", " ")
