@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     fetched = models_folder()
     home = tmp_path_factory.mktemp("home")
     fetched.mkdir(parents=True, exist_ok=True)
-    os.symlink(fetched, home / "models")
+    (home / "models").symlink_to(fetched)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LEHR_HOME", str(home))
         yield home
