@@ -12,7 +12,8 @@ import torch
 from tests.pipeline.small import go, lora_recipe, read, stage, weights_recipe, write_recipe
 
 from lehr.errors import RecipeError
-from lehr.pipeline import exporting
+from lehr.models.saving import stored_dtype
+from lehr.pipeline import exporting, parity
 from lehr.pipeline.reopening import export
 
 
@@ -141,3 +142,33 @@ def test_a_bf16_base_exports_bf16_with_its_loss_measured(work):
     assert not adapter["parity"]["cast"]
     config = read(out / "exports" / "merged" / "config.json")
     assert config["dtype"] == "bfloat16"
+
+
+@pytest.fixture
+def brain_floats(work: Path) -> Path:
+    """A recipe over a base that is stored in bf16; its SFT is enough."""
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(work / "base", dtype=torch.bfloat16)
+    base.save_pretrained(work / "base")
+    recipe = lora_recipe(export=["merged"], gates="none")
+    recipe["stages"] = recipe["stages"][:1]
+    return write_recipe(work, recipe)
+
+
+@pytest.mark.parametrize(("limit", "dtype"), [(1.0, torch.bfloat16), (0.0, torch.float32)])
+def test_merged_has_the_dtype_of_the_base_unless_that_loses_too_much(
+    brain_floats, monkeypatch, limit, dtype
+):
+    monkeypatch.setattr(parity, "CAST_KL_NATS", limit)
+    monkeypatch.setattr(parity, "CLEAR_MARGIN_NATS", 1e9)
+    ledger, folder, heard = go(brain_floats)
+    assert ledger.verdict == "promoted"
+    assert stored_dtype(folder / "exports" / "merged") == dtype
+    entry = read(folder / "ledger.json")["exports"][0]
+    assert entry["parity"]["cast"] == (dtype == torch.bfloat16) and entry["parity"]["kl"] < 1e-3
+    assert (entry["cast_refused"] is None) == (dtype == torch.bfloat16)
+    text = heard.of("exported")[0].text
+    assert ("in fp32, because" in text) == (dtype == torch.float32)
+    if dtype == torch.bfloat16:
+        assert entry["parity"]["kl"] > 0 and "rounded to the base's dtype" in text

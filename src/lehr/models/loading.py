@@ -15,7 +15,7 @@ from lehr.models import fetch as fetching
 from lehr.models.gguf_files import convert_gguf, quiet_transformers
 from lehr.models.language_model import LanguageModel
 from lehr.models.peft_format import ADAPTER_CONFIG
-from lehr.models.saving import validate_generation_config
+from lehr.models.saving import stored_dtype, validate_generation_config
 from lehr.models.sources import ModelSource, model_fingerprint, resolve_spec
 from lehr.models.tiny import make_tiny
 from lehr.models.vocabulary import add_control_tokens, add_stop_id
@@ -170,6 +170,8 @@ def _read(
             )
         )
     network.eval()
+    if here and any(Path(origin).glob("model*.safetensors")):  # a config may say something else
+        stored = stored_dtype(Path(origin))
     return network, tokenizer, stored if isinstance(stored, torch.dtype) else torch.float32
 
 

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from lehr.errors import Problem, RecipeError
 
 SHARD_BYTES = 4 << 30
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 ADAPTER_LEAVES = ("lora_a", "lora_b", "rows", "row_ids")  # names that adapters add to a module
 # Keys of a generation config that mean something only while sampling, with the value that
 # validation takes for "not set".
@@ -220,3 +222,16 @@ def validate_generation_config(network: Any) -> list[str]:
     network = getattr(network, "network", network)
     generation = getattr(network, "generation_config", None)
     return [] if generation is None else normalise_generation_config(generation)
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The widest type of the floating weights in a folder's safetensors files."""
+    widest = torch.float8_e4m3fn
+    for path in sorted(folder.glob("model*.safetensors")):  # its own; others may lie there
+        with safe_open(str(path), "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                dtype = file.get_slice(name).get_dtype()
+                found = _DTYPES.get(dtype)
+                if found is not None and found.itemsize > widest.itemsize:
+                    widest = found
+    return widest

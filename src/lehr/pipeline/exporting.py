@@ -11,6 +11,7 @@ import torch
 
 from lehr.data.shapes import Encoded, Example, Message, Origin
 from lehr.errors import Problem, RecipeError
+from lehr.models.saving import stored_dtype
 from lehr.pipeline.events import Events
 from lehr.pipeline.files import differing, read_json, write_folder, write_json
 from lehr.pipeline.parity import Parity, Trained, compare, read_plain, trained_side
@@ -73,9 +74,7 @@ def export_promoted(
     for kind in missing:
         entry, parity = _export(run_folder, kind, model, state, trained, bench)
         entries.append(entry)
-        apart = f"at most {parity.gap:.0e} nats apart" if parity.gap else "bit for bit"
-        said = parity.problem or f"the same as trained, {apart} on {parity.positions} tokens"
-        events.emit("exported", f"export {kind}: {said}", kind_of_export=kind, **parity.as_json())
+        events.emit("exported", said(entry, parity), kind_of_export=kind, **parity.as_json())
         gap = gap or (f"{kind}: {parity.problem}" if parity.problem else "")
     return entries, gap
 
@@ -94,12 +93,34 @@ def _export(
     run_folder: Path, kind: str, model: Any, state: State, trained: Trained, bench: Workbench
 ) -> tuple[dict[str, Any], Parity]:
     folder = run_folder / "exports" / kind
+    dtype = bench.stored_dtype or torch.float32
+    parity = _write(folder, kind, model, dtype, trained, bench)
+    cast = None
+    if parity.cast and parity.problem:  # rounding lost too much of what was trained
+        cast = parity
+        parity = _write(folder, kind, model, torch.float32, trained, bench)
+    hashes = {path.name: file_hash(path) for path in sorted(folder.iterdir())}
+    entry = {
+        "kind": kind,
+        "path": f"exports/{kind}",
+        "parity": parity.as_json(),
+        "cast_refused": None if cast is None else cast.as_json(),
+        "files": hashes,
+    }
+    write_json(folder / ENTRY_FILE, {"key": state.key, "entry": entry})
+    return entry, parity
+
+
+def _write(
+    folder: Path, kind: str, model: Any, dtype: torch.dtype, trained: Trained, bench: Workbench
+) -> Parity:
+    """Write the export, merged weights in `dtype`, and compare it with what was trained."""
 
     def fill(aside: Path) -> None:
         if kind == "adapter":
             model.save_adapter(aside / "files")
         elif model.adapter is not None:
-            model.save_merged(aside / "files", bench.stored_dtype)
+            model.save_merged(aside / "files", dtype)
         else:
             model.save_full(aside / "files")
         for path in list((aside / "files").iterdir()):
@@ -107,23 +128,29 @@ def _export(
         (aside / "files").rmdir()
 
     write_folder(folder, fill)
-    parity = parity_of(folder, kind, trained, bench)
-    hashes = {path.name: file_hash(path) for path in sorted(folder.iterdir())}
-    entry = {
-        "kind": kind,
-        "path": f"exports/{kind}",
-        "parity": parity.as_json(),
-        "files": hashes,
-    }
-    write_json(folder / ENTRY_FILE, {"key": state.key, "entry": entry})
-    return entry, parity
+    return parity_of(folder, kind, trained, bench)
 
 
 def parity_of(folder: Path, kind: str, trained: Trained, bench: Workbench) -> Parity:
     """How far the export in `folder`, as plain tools load it, is from what was trained."""
-    cast = kind == "merged" and bench.stored_dtype != torch.float32
+    cast = kind == "merged" and stored_dtype(folder) != torch.float32
     network, tokenizer = read_plain(folder, kind)
     return compare(trained, network, tokenizer, sorted(bench.encoder.stop_ids), cast)
+
+
+def said(entry: Mapping[str, Any], parity: Parity) -> str:
+    """An export's parity in one line."""
+    if parity.problem:
+        return f"export {entry['kind']}: {parity.problem}"
+    if parity.cast:
+        near = f"KL {parity.kl:.0e} nats a token, rounded to the base's dtype,"
+    else:
+        near = f"at most {parity.gap:.0e} nats apart" if parity.gap else "bit for bit"
+    line = f"export {entry['kind']}: the same as trained, {near} on {parity.positions} tokens"
+    if entry["cast_refused"]:
+        why = entry["cast_refused"]["problem"]
+        line += f"; it is in fp32, because in the base's dtype it would be off ({why})"
+    return line
 
 
 def parity_texts(
