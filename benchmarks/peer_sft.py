@@ -9,6 +9,7 @@ import argparse
 import itertools
 import json
 import resource
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def main() -> None:
     trainer = SFTTrainer(
         model=model,
         args=SFTConfig(
-            output_dir="/tmp/peer-sft",
+            output_dir=tempfile.mkdtemp(),
             per_device_train_batch_size=options.micro_batch,
             gradient_accumulation_steps=options.batch_size // options.micro_batch,
             max_steps=options.updates,

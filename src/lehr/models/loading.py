@@ -170,7 +170,7 @@ def _read(
             )
         )
     network.eval()
-    if here and any(Path(origin).glob("model*.safetensors")):  # a config may say something else
+    if Path(origin).is_dir():  # the files themselves: a config may say something else
         stored = stored_dtype(Path(origin))
     return network, tokenizer, stored if isinstance(stored, torch.dtype) else torch.float32
 

@@ -225,13 +225,16 @@ def validate_generation_config(network: Any) -> list[str]:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The widest type of the floating weights in a folder's safetensors files."""
+    """The widest type of the floating weights that transformers would read from `folder`."""
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     widest = torch.float8_e4m3fn
-    for path in sorted(folder.glob("model*.safetensors")):  # its own; others may lie there
-        with safe_open(str(path), "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                dtype = file.get_slice(name).get_dtype()
-                found = _DTYPES.get(dtype)
+    for name in (one for one in names if (folder / one).is_file()):
+        with safe_open(str(folder / name), "pt") as file:
+            for tensor in file.keys():  # noqa: SIM118 - not a dict
+                found = _DTYPES.get(file.get_slice(tensor).get_dtype())
                 if found is not None and found.itemsize > widest.itemsize:
                     widest = found
     return widest
