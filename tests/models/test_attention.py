@@ -8,6 +8,7 @@ from families import FAMILIES, model_of, network_of, tree_pack
 
 import oracle
 from lehr.data.shapes import Segments
+from lehr.models import attention as attention_module
 from lehr.models.attention import (
     NAME,
     UnsupportedAttentionError,
@@ -89,6 +90,30 @@ def test_direct_kernel_equals_autograd_path_in_bf16():
     out, _ = segment_attention(torch.nn.Module(), query, key, value, None, segments=plan)
     expected = attention_by_autograd(query[0], key[0], value[0], plan, 8**-0.5)
     assert (out[0].float() - expected.float()).abs().max() < 2e-2
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_backward_of_short_segments_is_that_of_dense_attention(window, monkeypatch):
+    """In fp32, where it can be told exactly; a run takes it in bf16."""
+    monkeypatch.setattr(attention_module, "SHORT_DTYPE", torch.float32)
+    calls = []
+    short = attention_module._short_backward
+    monkeypatch.setattr(
+        attention_module, "_short_backward", lambda *x: calls.append(1) or short(*x)
+    )
+    test_a_tree_equals_dense_attention_with_its_gradients(window, torch.float32)
+    assert len(calls) == len(_plan(*TREE).spans)
+
+
+def test_gradients_in_bf16_are_those_of_fp32_rounded():
+    wide = _random(6, 2, 14, torch.float32)
+    narrow = [x.detach().bfloat16().requires_grad_() for x in wide]
+    grads = []
+    for inputs in (wide, narrow):
+        out, _ = segment_attention(torch.nn.Module(), *inputs, None, segments=_plan(*TREE))
+        grads.append(torch.autograd.grad((out.float() ** 2).sum(), inputs))
+    for one, two in zip(*grads, strict=True):
+        assert oracle.relative_gap(two.float(), one) < 2e-2
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -25,6 +25,9 @@ from lehr.models.segments import SegmentPlan, Span
 # "flash" or "/" in the name would be taken for a kernel from the hub.
 NAME = "lehr_segments"
 
+# Plain products beat the flash kernel's backward for so few tokens seen, in this dtype.
+SHORT, SHORT_DTYPE = 128, torch.bfloat16
+
 # Keyword arguments that transformers passes along and that do not change attention.
 _HARMLESS = frozenset(
     [
@@ -179,6 +182,24 @@ class _CpuSegments(torch.autograd.Function):
         groups = key_ktd.shape[0]
         for span, normaliser in zip(ctx.plan.spans, normalisers, strict=True):
             own = slice(span.start, span.start + span.length)
+            seen = span.context_length + span.length
+            if query_htd.dtype == SHORT_DTYPE and seen <= SHORT:
+                causal = ctx.plan.mask(
+                    span, ctx.window, torch.float32, query_htd.device, plain=True
+                )
+                assert causal is not None
+                by_query, by_key, by_value = _short_backward(
+                    _split_heads(grad_thd[own].transpose(0, 1), groups),
+                    _split_heads(query_htd[:, own], groups),
+                    _visible(key_ktd, span),
+                    _visible(value_ktd, span),
+                    normaliser,
+                    causal,
+                    ctx.scale,
+                )
+                grad_query[:, own] = by_query
+                _add_to_seen(grad_key, grad_value, by_key, by_value, span)
+                continue
             mask = ctx.plan.mask(span, ctx.window, query_htd.dtype, query_htd.device)
             (
                 query_part,
@@ -200,12 +221,50 @@ class _CpuSegments(torch.autograd.Function):
                 )
             )
             grad_query[:, own] = by_query.flatten(0, 1)
-            at = 0
-            for start, length in (*span.context, (span.start, span.length)):
-                grad_key[:, start : start + length] += by_key[:, :, at : at + length].sum(1)
-                grad_value[:, start : start + length] += by_value[:, :, at : at + length].sum(1)
-                at += length
+            _add_to_seen(grad_key, grad_value, by_key.sum(1), by_value.sum(1), span)
         return grad_query, grad_key, grad_value, None, None, None
+
+
+def _short_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    normaliser: Tensor,
+    mask: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (query [H, n, D], key and value [K, m, D]) by plain products.
+
+    grad, query [K, H/K, n, D]; normaliser = log Σ exp [K, H/K, n]; mask [n, m]. Heads of a
+    group are rows of one product, so that nothing is repeated for them. At 75 tokens in
+    bf16 this takes a fifth of the time of torch's flash kernel, at 256 as long.
+    """
+    groups, repeats, length, width = query.shape
+    rows = query.reshape(groups, repeats * length, width)
+    grad_rows = grad.reshape(groups, repeats * length, -1)
+    scores = torch.bmm(rows, key.transpose(1, 2)).view(groups, repeats, length, -1).float()
+    shares = scores.mul_(scale).add_(mask).sub_(normaliser.unsqueeze(-1)).exp_()
+    by_share = torch.bmm(grad_rows, value.transpose(1, 2)).view_as(shares)
+    by_score = torch.ops.aten._softmax_backward_data(by_share.float(), shares, -1, torch.float32)
+    by_score = by_score.mul_(scale).to(query.dtype).view(groups, repeats * length, -1)
+    shares = shares.to(value.dtype).view(groups, repeats * length, -1)
+    return (
+        torch.bmm(by_score, key).view(groups * repeats, length, width),
+        torch.bmm(by_score.transpose(1, 2), rows),
+        torch.bmm(shares.transpose(1, 2), grad_rows),
+    )
+
+
+def _add_to_seen(
+    grad_key: Tensor, grad_value: Tensor, by_key: Tensor, by_value: Tensor, span: Span
+) -> None:
+    """Add gradients [K, m, D] to what the span sees, its context first."""
+    at = 0
+    for start, length in (*span.context, (span.start, span.length)):
+        grad_key[:, start : start + length] += by_key[:, at : at + length]
+        grad_value[:, start : start + length] += by_value[:, at : at + length]
+        at += length
 
 
 def _split_heads(rows_htd: Tensor, groups: int) -> Tensor:

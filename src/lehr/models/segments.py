@@ -38,13 +38,21 @@ class SegmentPlan:
     _masks: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
 
     def mask(
-        self, span: Span, window: int | None, dtype: torch.dtype, device: torch.device
+        self,
+        span: Span,
+        window: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        plain: bool = False,
     ) -> Tensor | None:
-        """Additive mask [length, context + length], or None where plain causality is exact."""
+        """Additive mask [length, context + length], or None where plain causality is exact.
+
+        plain: the mask of plain causality too.
+        """
         before = span.context_length
         total = before + span.length
         windowed = window is not None and window < total
-        if not before and not windowed:
+        if not before and not windowed and not plain:
             return None
         key = (span.length, before, window if windowed else None, dtype, device)
         if key not in self._masks:
