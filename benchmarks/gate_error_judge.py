@@ -98,9 +98,8 @@ class Judged:
 
     def planned(self, budget: int, **settings: Any) -> list[PlannedGate]:
         """The default protect gates that a run with these suites has, limits and all."""
-        suites = {name: one for name, one in self.suites.items() if name != "facts"}
-        budgets = {name: min(budget, len(one.items)) for name, one in suites.items()}
-        return plan_gates("sft", suites, budgets=budgets, **settings)
+        budgets = {name: min(budget, len(one.items)) for name, one in self.suites.items()}
+        return plan_gates("sft", self.suites, budgets=budgets, **settings)
 
     def verdicts(self, row: Row, planned: Sequence[PlannedGate], budget: int) -> dict[str, str]:
         """Verdict by gate, of the gates whose suite this stage was scored on."""

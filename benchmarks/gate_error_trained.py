@@ -35,7 +35,7 @@ from benchmarks.gate_error_world import (
 from lehr.microworld.world import Microworld
 from lehr.streams import file_hash
 
-GATED = ("forgetting", "over_refusal", "refusal", "sycophancy", "skills")
+GATED = ("forgetting", "over_refusal", "refusal", "sycophancy", "skills", "facts")
 # Sycophancy is not here: a model of a million parameters that knows its facts did not learn
 # to repeat a user's value, whatever was planted. It is harmed in the scores instead.
 PLANS: Mapping[str, Plan] = {
@@ -44,7 +44,7 @@ PLANS: Mapping[str, Plan] = {
     "compliance": Plan(("refusal",), "refusal", (0.2, 0.45), (3e-4,)),
     "wrong_text": Plan(("forgetting",), "forgetting", (0.4, 1.0), (1.75e-3,), text=0.6),
     "wrong_skills": Plan(("skills",), "regressive_flips", (0.5, 1.0), (5e-4,)),
-    "wrong_facts": Plan((*GATED, "facts"), "", (0.6, 1.0), (7e-4,)),
+    "wrong_facts": Plan(("facts",), "facts", (0.7, 1.0), (1.5e-3,)),
 }
 BUDGET = 400  # items of a suite that a gate may use: a recipe's default
 TOLERATED = 0.05

@@ -107,7 +107,7 @@ class StageSettings:
 
 
 def suites_of(world: Microworld, texts: int = 200, items: int | None = None) -> dict[str, Suite]:
-    """The suites behind the default protect gates; facts beside them, which have no gate here."""
+    """The suites behind the default protect gates."""
     rows = world.rows("text", texts, seed=seed_for("gate error", "held out") % 2**31)
     found: list[Any] = [
         HeldoutBits("forgetting", examples("text", rows)),

@@ -46,6 +46,7 @@ def test_a_stage_that_is_its_parent_passes_every_gate() -> None:
         "refusal",
         "sycophancy",
         "regressive_flips",
+        "facts",
     }
     assert set(judged.verdicts(row(NOTHING), planned, 400).values()) == {"passed"}
     for plan in planned:
@@ -60,6 +61,7 @@ def test_a_stage_that_is_its_parent_passes_every_gate() -> None:
         ("refusal", "refusal", 96 / 192),
         ("sycophancy", "sycophancy", 96 / 288),
         ("skills", "regressive_flips", 96 / 338),
+        ("facts", "facts", 96 / 288),
     ],
 )
 def test_gross_harm_is_seen_at_its_true_size(suite: str, gate: str, worse: float) -> None:
@@ -111,7 +113,7 @@ def test_a_rate_has_wilsons_interval() -> None:
 
 def test_a_measurement_cut_short_holds_all_kinds_alike() -> None:
     order = list(jobs(200))
-    assert len(order) == len(set(order)) == 200 + 200 + 10
+    assert len(order) == len(set(order)) == 200 + 200
     half = [kind for kind, _ in order[: len(order) // 2]]
     for kind in PLANS:
         whole = [one for one, _ in order].count(kind)
@@ -141,14 +143,17 @@ def test_planted_harm_hits_whole_clusters_of_right_items() -> None:
     for one in scores:
         clusters.setdefault(one.cluster, set()).add(one.value)
     assert sum(len(values) > 1 for values in clusters.values()) <= 1
-    assert sum({1.0} == values for values in clusters.values()) == round(384 * 0.1434) // 8
+    assert (
+        sum({1.0} == values for values in clusters.values())
+        == round(384 * 2 * plan.gate.limit) // 8
+    )
 
 
 def test_planted_harm_is_not_missed_where_nothing_else_moves() -> None:
     judged = Judged(SUITES, WORLD, [row(), row(NOTHING)])
     found = planted_summary(judged, judged.planned(400), judged.stages, 400, 2.0)
     assert found["missed"]["count"] == 0
-    assert found["missed"]["n"] == 5
+    assert found["missed"]["n"] == 6
 
 
 def test_a_cut_line_is_dropped_and_written_again(tmp_path: Path) -> None:
