@@ -24,6 +24,14 @@ COMPUTE_DTYPES: dict[str, torch.dtype] = {
 PRECISIONS = tuple(COMPUTE_DTYPES)
 
 
+def compute_dtype(precision: str) -> torch.dtype:
+    """Of activations, and of the products (but for those in FP8). ValueError for another word."""
+    if precision not in COMPUTE_DTYPES:
+        known = ", ".join(PRECISIONS)
+        raise ValueError(f"precision is one of {known}, not {precision!r} (resolve auto first)")
+    return COMPUTE_DTYPES[precision]
+
+
 def trained_dtype(precision: str) -> torch.dtype:
     """Of the tensors that an optimizer moves.
 
@@ -35,7 +43,7 @@ def trained_dtype(precision: str) -> torch.dtype:
 
 def loaded_dtype(precision: str, all_weights: bool) -> torch.dtype:
     """Of the weights as they are loaded; `all_weights`: all of them will train."""
-    return trained_dtype(precision) if all_weights else COMPUTE_DTYPES[precision]
+    return trained_dtype(precision) if all_weights else compute_dtype(precision)
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:
@@ -44,5 +52,5 @@ def autocast_dtype(precision: str) -> torch.dtype | None:
     >>> autocast_dtype("fp8"), autocast_dtype("pure_bf16"), autocast_dtype("fp32")
     (torch.bfloat16, None, None)
     """
-    dtype = COMPUTE_DTYPES[precision]
+    dtype = compute_dtype(precision)
     return None if dtype == trained_dtype(precision) else dtype
