@@ -253,7 +253,8 @@ def in_a_process(model: str, row: Row, options: argparse.Namespace) -> dict[str,
 
 def table(results: list[dict[str, Any]]) -> str:
     """One line a row, each beside the first of its group and model."""
-    lines = [f"{'model':8} {'row':34} {'s/update':>9} {'x':>6} {'cpu s':>7} {'peak MiB':>9} {'loss':>7}"]
+    titles = f"{'s/update':>9} {'x':>6} {'cpu s':>7} {'peak MiB':>9} {'loss':>7}"
+    lines = [f"{'model':8} {'row':34} {titles}"]
     first: dict[tuple[str, str], float] = {}
     for one in results:
         name = f"{one['group']}: {one['row']}"

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+PEFT_PREFIX = "base_model.model."  # of an adapter's names; the table has no room for it
 ROWS = 40
 
 
@@ -17,12 +18,12 @@ def print_numerics(console: Console, report: Any) -> None:
     )
     table = Table(box=None, pad_edge=False)
     table.add_column("tensor", overflow="fold")
-    for title in ("values", "smallest", "largest", "fp16: 0", "blurred", "inf", "bf16: 0"):
+    for title in ("values", "least", "most", "fp16: 0", "blurred", "inf", "bf16: 0"):
         table.add_column(title, justify="right", no_wrap=True)
     shown = report.worst_first()[:ROWS]
     for one in shown:
         table.add_row(
-            one.name,
+            one.name.removeprefix(PEFT_PREFIX).removesuffix(".weight"),
             f"{one.values:,}",
             f"{one.smallest:.1e}",
             f"{one.largest:.1e}",
