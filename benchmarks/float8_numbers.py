@@ -123,7 +123,7 @@ def train(arm: str, seed: int, updates: int = 150, width: int = 64, batch: int =
         optimizer.step()
         if fp8 is not None:
             fp8.applied(update + 1)
-            worst = min(worst, fp8.metrics()["fp8.worst_sqnr_db"])
+            worst = min(worst, fp8.metrics().get("fp8.worst_sqnr_db", worst))
     model.eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=arm == "bf16"):
         return Trained(chain.excess(model(torch.arange(SYMBOLS))), error, worst)

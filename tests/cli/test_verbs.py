@@ -176,6 +176,17 @@ def test_plan_a_recipe(lehr, work):
     assert lehr("plan", work / "none.yaml").status == 2
 
 
+def test_plan_numerics_shows_a_table(lehr, work):
+    path = write_recipe(work, lora_recipe(gates="none"))
+    said = lehr("plan", path, "--numerics")
+    assert said.status == 0
+    assert "fp16 would lose" in said.out and "lora_B" in said.out and "loss_scale:" in said.out
+    found = json.loads(lehr("plan", path, "--numerics", "--json").out)["numerics"]
+    assert len(found["tensors"]) == 28
+    refused = lehr("plan", work / "chats.jsonl", "--model", "./base", "--numerics")
+    assert refused.status == 2
+
+
 def test_plan_data_drafts_a_recipe_that_plans(lehr, work, monkeypatch):
     monkeypatch.chdir(work)
     (work / "sub: #1").mkdir()

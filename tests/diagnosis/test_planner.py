@@ -73,6 +73,9 @@ def test_components_in_closed_form() -> None:
     assert everything["adapters"] == 0 and everything["optimizer"] == 8_000_000
     assert plan(10_000, precision="bf16")["weights"] == 2_000_000
     assert plan(1_000_000, precision="bf16")["weights"] == 6_000_000
+    assert plan(1_000_000, precision="fp8") == plan(1_000_000, precision="bf16")
+    pure = plan(1_000_000, precision="pure_bf16")
+    assert (pure["weights"], pure["gradients"], pure["update"]) == (2_000_000, 2_000_000, 8_000_000)
     assert plan(10_000, head_chunk=16)["head"] == 16 * 500 * 12
     assert resident_bytes(lora) > lora["peak"]
 

@@ -7,6 +7,7 @@ import torch
 
 from lehr.errors import RecipeError
 from lehr.models.loading import load_model
+from lehr.models.precision import PRECISIONS, compute_dtype, trained_dtype
 from lehr.models.probe import admission_probe
 from lehr.models.tiny import count_parameters, make_tiny, parameters_of, tiny_config, vocabulary_for
 
@@ -74,8 +75,11 @@ def test_a_vocabulary_too_large_is_refused():
         tiny_config(100_000, 8192)
 
 
-def test_it_is_admitted_and_computes_in_fp32():
-    model = load_model("tiny:0.1m", corpus=lambda: CORPUS, precision="bf16")
-    assert model.compute_dtype == torch.float32
-    assert any("fp32" in notice for notice in model.notices)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_it_is_admitted_in_every_precision(precision):
+    model = load_model("tiny:0.1m", corpus=lambda: CORPUS, precision=precision)
+    assert model.compute_dtype == model.network.dtype == compute_dtype(precision)
+    assert admission_probe(model) == []
+    model.train_all()
+    assert model.network.dtype == trained_dtype(precision)
     assert admission_probe(model) == []

@@ -42,7 +42,8 @@ CASES = {
     "name: true": "name: a name of letters, digits, _ and - or none; quote it to make it text",
     "name: a/b": "name: a name of letters, digits, _ and -",
     # later
-    "precision: fp8": "one of auto, fp32, bf16; fp8 is not in this version (found 'fp8')",
+    "precision: fp12": "one of auto, fp32, bf16, fp16, fp8, pure_bf16; did you mean fp32? "
+    "(found 'fp12')",
     "recompute: {budget: 0.5}": "none, full, auto; budget is not in this version",
     "recompute: selective": "selective is not in this version",
     "teacher: m": "stages.0.sft.teacher: teacher is not in this version",

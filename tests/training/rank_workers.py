@@ -132,3 +132,14 @@ def work(rank: int, size: int, folder: Path, micro_batch: int, unequal: bool) ->
             error = str(caught)
         result = {"hash": weights_hash(model), "error": error}
         (folder / f"result-{rank}.json").write_text(json.dumps(result))
+
+
+def precision_work(rank: int, size: int, folder: Path, keys: dict[str, Any]) -> None:
+    """Six updates of one or two packs in the precision of `keys`: a rank may have none."""
+    with joined(rank, size, folder):
+        engine = make_engine(
+            folder, 6, model=Small(dropout=0.0), batches=Share(rows(3), 2), evaluate=None, **keys
+        )
+        engine.run()
+        result = {"hash": weights_hash(engine.model), "attempts": engine.progress.attempt}
+        (folder / f"result-{rank}.json").write_text(json.dumps(result))

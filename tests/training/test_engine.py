@@ -329,7 +329,7 @@ def test_bad_settings_are_reported_together(tmp_path):
     with pytest.raises(RecipeError) as caught:
         make_engine(
             tmp_path / "x", 0, learning_rate=-1.0, clip=math.nan, micro_batch=0, promote="first",
-            precision="fp8", early_stop=0, checkpoints_kept=0, nonfinite_limit=True,
+            precision="fp12", early_stop=0, checkpoints_kept=0, nonfinite_limit=True,
         )  # fmt: skip
     assert {problem.where for problem in caught.value.problems} == {
         "updates", "learning_rate", "clip", "micro_batch", "promote", "precision", "early_stop",

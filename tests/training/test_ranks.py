@@ -1,9 +1,11 @@
 """One process or several: the same update."""
 
 import pytest
-from rank_workers import run_ranks, work
+from rank_workers import precision_work, run_ranks, work
 from small_runs import lines_of
 
+from lehr.training.float8_recipe import Float8Settings
+from lehr.training.loss_scale import LossScaleSettings
 from lehr.training.schedules import Schedule
 
 
@@ -60,3 +62,18 @@ def test_only_one_rank_writes(by_size):
 def test_unequal_starts_are_refused(train):
     _, results = train(2, unequal=True)
     assert all("the same weights on every rank" in result["error"] for result in results)
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp8"])
+def test_ranks_agree_on_scales_and_on_what_is_skipped(tmp_path, name):
+    """A scale that only one rank's packs overflow is lowered on all; amax is the largest of all."""
+    fp8 = Float8Settings(scaling="delayed", window=2, convert=("up", "head"))
+    keys = {
+        "fp16": {"precision": "fp16", "loss_scale": LossScaleSettings(2.0**24)},
+        "fp8": {"precision": "fp8", "fp8": fp8},
+    }[name]
+    first, second = run_ranks(tmp_path, 2, precision_work, keys)
+    assert first == second
+    rows = lines_of(tmp_path)
+    assert rows[-1]["update"] == 6 and len(rows) == first["attempts"]
+    assert (first["attempts"] > 6) == (name == "fp16")

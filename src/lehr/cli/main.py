@@ -58,6 +58,9 @@ def plan(
     model: Annotated[str | None, typer.Option("--model", help="With data: the model.")] = None,
     overrides: Overrides = None,
     out: Out = None,
+    numerics: Annotated[
+        bool, typer.Option("--numerics", help="Range of the first gradients, fp16 and bf16 limits.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Strategy, memory, time, masks, power of the gates; trains nothing.
@@ -66,7 +69,7 @@ def plan(
     """
     from lehr.cli.verbs import plan_verb
 
-    return plan_verb(recipe, model, overrides or [], out, as_json=as_json)
+    return plan_verb(recipe, model, overrides or [], out, numerics=numerics, as_json=as_json)
 
 
 @app.command()

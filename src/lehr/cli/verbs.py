@@ -109,22 +109,29 @@ def plan_verb(
     overrides: Sequence[str],
     out: Path | None,
     *,
+    numerics: bool = False,
     as_json: bool,
 ) -> int:
     is_recipe = len(paths) == 1 and paths[0].suffix in (".yaml", ".yml")
     if not is_recipe:
+        if numerics:
+            raise RecipeError(Problem("lehr plan --numerics", "one recipe (.yaml)"))
         return _plan_data(paths, model, out, as_json)
     from lehr.pipeline.plan import plan
     from lehr.recipe.loading import load_recipe
 
     recipe = load_recipe(paths[0], overrides)
     with terminal(as_json) as drawn:
-        found = plan(recipe, out=out, listeners=[drawn])
+        found = plan(recipe, out=out, listeners=[drawn], numerics=numerics)
     if as_json:
         say_json(found.as_json())
         return 0
     console = Console(highlight=False)
     print_plan(console, found)
+    if found.numerics is not None:
+        from lehr.cli.numerics import print_numerics
+
+        print_numerics(console, found.numerics)
     return 0
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lehr.models.head import chunk_rows
+from lehr.models.precision import compute_dtype
 
 RUNTIME_BYTES = 450 * 2**20  # interpreter, torch and transformers loaded, nothing computed
 EFFICIENCY = 0.55  # of the measured product rate: norms, attention, adapters, loss, optimizer
@@ -97,7 +98,9 @@ def forecast(
     head_chunk         predicted positions whose logits exist at once (default: the head's own)
 
     Trained tensors are fp32 (4 bytes, gradient 4, AdamW's two moments 8); frozen weights are in
-    compute precision. All weights in bf16 also keep a cast copy for the backward pass.
+    compute precision. Trained weights that are wider than the products also have a cast copy for
+    the backward pass. pure_bf16: trained tensors and gradients are bf16, moments fp32; a step
+    has fp32 weights and gradients while it lasts ("update").
     Raises ValueError on sizes that make no sense.
     """
     if min(parameters, pack_tokens, micro_batch, vocabulary) < 1:
@@ -115,11 +118,14 @@ def forecast(
         inputs = shape.layers * shape.width * b
         per_token = inputs + per_token // shape.layers
     rows = min(chunk_rows(vocabulary, head_chunk), tokens)
+    pure = precision == "pure_bf16"
+    wide = 2 if pure else 4  # bytes of a trained number
     components = {
-        "weights": parameters * ((4 if b == 4 else 4 + b) if all_weights else b),
-        "adapters": 0 if all_weights else trained_parameters * 4,
-        "gradients": trained_parameters * 4,
+        "weights": parameters * ((wide if b == wide else wide + b) if all_weights else b),
+        "adapters": 0 if all_weights else trained_parameters * wide,
+        "gradients": trained_parameters * wide,
         "optimizer": trained_parameters * 4 * moments,
+        **({"update": trained_parameters * 8} if pure else {}),
         "activations": tokens * per_token,
         # Logits as the product gives them, in fp32, and their gradient.
         "head": rows * vocabulary * (b + 8),
@@ -173,7 +179,4 @@ def seconds_per_update(
 
 
 def _bytes(precision: str) -> int:
-    sizes = {"fp32": 4, "bf16": 2, "fp16": 2}
-    if precision not in sizes:
-        raise ValueError(f"precision is fp32 or bf16, not {precision!r}")
-    return sizes[precision]
+    return compute_dtype(precision).itemsize

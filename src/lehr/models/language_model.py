@@ -18,6 +18,7 @@ from lehr.models.adapter_layers import AdapterSpec, LoraMixin
 from lehr.models.attention import attention, use_segments
 from lehr.models.head import Head, TokenStats, divergence, head_of, token_stats
 from lehr.models.peft_format import read_adapter, write_adapter
+from lehr.models.precision import autocast_dtype, compute_dtype, trained_dtype
 from lehr.models.segments import plan_segments
 
 
@@ -32,6 +33,8 @@ class LanguageModel(nn.Module):
     stored_dtype     of the weights in the base's files, whatever precision computes here
     notices          what was changed or found while loading, for the user
     adapter          what add_adapter made, or None
+    precision        see lehr.models.precision; with fp8 this class computes in bf16, and the
+                     training puts FP8 layers in while it lasts
 
     The network's own dropout is off: it would make the gradient depend on how a batch
     is cut. An adapter's dropout acts in training mode.
@@ -51,8 +54,7 @@ class LanguageModel(nn.Module):
         stored_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        if precision not in ("fp32", "bf16"):
-            raise ValueError(f"precision is fp32 or bf16, not {precision!r} (resolve auto first)")
+        self.compute_dtype = compute_dtype(precision)
         self.network = network
         self.tokenizer = tokenizer
         self.config = network.config
@@ -61,7 +63,7 @@ class LanguageModel(nn.Module):
         self.notices = [*notices, *_disable_dropout(network)]
         self.adapter: AdapterSpec | None = None
         self.stored_dtype = stored_dtype
-        self.compute_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        self.precision = precision
         self.trains_all = False
         self.packs_exactly = True  # False: sequences are computed one by one (admission)
         # transformers drops the embedding's gradient at its padding id; where pad = eos that
@@ -172,6 +174,8 @@ class LanguageModel(nn.Module):
         self.network.requires_grad_(False)
         self.trains_all = False
         adapters.attach_adapter(self.network, spec, self.seed)
+        for parameter in adapters.trained_tensors(self.network).values():
+            parameter.data = parameter.data.to(trained_dtype(self.precision))
         self.adapter = spec
         untrained = sorted(set(self.new_rows) - set(spec.rows))
         if untrained:
@@ -190,10 +194,10 @@ class LanguageModel(nn.Module):
         self.adapter = replace(self.adapter, dropout=dropout)
 
     def train_all(self) -> None:
-        """All weights train, kept in fp32; products run in the model's precision."""
+        """All weights train, in fp32 but for pure_bf16; products run in the model's precision."""
         if self.adapter is not None:
             raise ValueError("fold_adapter() before all weights train")
-        self.network.float()
+        self.network.to(trained_dtype(self.precision))
         self.network.requires_grad_(True)
         self.trains_all = True
 
@@ -342,11 +346,12 @@ class LanguageModel(nn.Module):
 
     @property
     def _mixed(self) -> bool:
-        """Weights in fp32, products in bf16."""
-        return self.trains_all and self.compute_dtype == torch.bfloat16
+        """Weights in fp32, products in something narrower."""
+        return self.trains_all and autocast_dtype(self.precision) is not None
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self._mixed)
+        dtype = autocast_dtype(self.precision) or torch.bfloat16
+        return torch.autocast(self.device.type, dtype, enabled=self._mixed)
 
 
 def _check_state(trained: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:

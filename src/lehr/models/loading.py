@@ -15,6 +15,7 @@ from lehr.models import fetch as fetching
 from lehr.models.gguf_files import convert_gguf, quiet_transformers
 from lehr.models.language_model import LanguageModel
 from lehr.models.peft_format import ADAPTER_CONFIG
+from lehr.models.precision import loaded_dtype
 from lehr.models.saving import stored_dtype, validate_generation_config
 from lehr.models.sources import ModelSource, model_fingerprint, resolve_spec
 from lehr.models.tiny import make_tiny
@@ -49,14 +50,14 @@ def load_model(
     corpus       gives texts to train a tiny model's tokenizer on
     template     auto (the model's own, if it has one), chatml, or a file with Jinja text
     folder       where relative paths start
-    precision    fp32 or bf16: bf16 keeps frozen weights in bf16
-    all_weights  weights that all train are loaded in fp32 whatever the precision
+    precision    see lehr.models.precision: bf16 keeps frozen weights in bf16, and so on
+    all_weights  weights that all train are loaded as they train: in fp32 but for pure_bf16
     progress     called with a line per slow step
 
     Raises RecipeError, never another error, for what a user can cause.
     """
     source = resolve_spec(spec, folder)
-    dtype = torch.bfloat16 if precision == "bf16" and not all_weights else torch.float32
+    dtype = loaded_dtype(precision, all_weights)
     notices: list[str] = []
     origin: str | None = None
     adapter: Path | None = None
@@ -65,9 +66,7 @@ def load_model(
         if corpus is None:
             raise RecipeError(Problem("model", "text in the recipe's data for a tiny model", spec))
         network, tokenizer = make_tiny(spec.removeprefix(_TINY), corpus(), seed)
-        if precision == "bf16":
-            notices.append("a tiny model computes in fp32: it is too small to gain from bf16")
-            precision = "fp32"
+        network.to(dtype)
     else:
         origin = str(_local(source, progress))
         if source.kind == "adapter":

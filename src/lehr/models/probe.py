@@ -20,7 +20,7 @@ Path = Literal["model", "head", "packing", "prefix sharing"]
 # Rotary variants whose angles depend on the longest position in the row.
 _LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
 _RECURRENT = ("mamba", "ssm", "recurrent", "linear_attention", "rwkv", "conv")
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
 @dataclass(frozen=True)

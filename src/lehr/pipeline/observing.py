@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lehr.pipeline.events import Events
 from lehr.pipeline.files import write_text
 from lehr.training import events as engine
+from lehr.training.float8_convert import LayerFellBack
 
+LISTED_LAYERS = 60  # more stand in events.jsonl and plan.json only
 DISPLACEMENT_UPDATES = 10  # the last ones of a stage: one update is noise
 
 
@@ -45,6 +48,16 @@ def watch(events: Events) -> Callable[[Any], None]:
             events.emit(
                 "nonfinite", text, names=list(event.names), origins=list(event.origins[:50])
             )
+        elif isinstance(event, engine.ScaleLowered):
+            text = (
+                f"update {event.update + 1} skipped, no weight changed: the gradient of "
+                f"{event.names[0]} overflowed at loss scale {event.used:g}, now {event.next:g}"
+            )
+            events.emit("loss_scale", text, names=list(event.names), scale=event.next)
+        elif isinstance(event, engine.Float8Converted):
+            _converted(events, event)
+        elif isinstance(event, LayerFellBack):
+            events.emit("fp8_fallback", str(event), **asdict(event))
         elif isinstance(event, engine.StoppedEarly):
             text = (
                 f"stopped at update {event.update}: {event.evaluations_without_improvement} "
@@ -61,6 +74,18 @@ def watch(events: Events) -> Callable[[Any], None]:
             events.emit("interrupt", f"{event.signal}: writing a checkpoint, then leaving")
 
     return observe
+
+
+def _converted(events: Events, event: engine.Float8Converted) -> None:
+    reasons = Counter(line.partition(": ")[2] for line in event.choices if ": " in line)
+    kept = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+    text = (
+        f"FP8 ({event.backend}) in {len(event.layers)} of {len(event.choices)} linear layers"
+        f"{f'; in high precision: {kept}' if kept else ''}; evaluations and what is saved have "
+        "no FP8"
+    )
+    listed = event.choices if len(event.choices) <= LISTED_LAYERS else ()
+    events.emit("fp8", "\n".join([text, *listed]), layers=list(event.choices))
 
 
 def _displaced(events: Events, logratio: float) -> None:

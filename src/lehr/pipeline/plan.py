@@ -10,6 +10,7 @@ from typing import Any
 from lehr.pipeline.events import Events, Listener
 from lehr.pipeline.files import read_json
 from lehr.pipeline.folder import PLANNED, claimed, place_of
+from lehr.pipeline.numeric_report import NumericReport, numeric_report
 from lehr.pipeline.planning import prepare
 from lehr.pipeline.run import announce, measured_gates, shown, write_plan
 from lehr.recipe.loading import recipe_notices
@@ -24,6 +25,7 @@ class Plan:
     masks: list[dict[str, Any]]
     strategy: str
     strategy_path: str
+    numerics: NumericReport | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The object of `lehr plan --json`."""
@@ -37,6 +39,7 @@ class Plan:
             "schedule": {stage["folder"]: stage["curve"] for stage in stages},
             "gates": self.plan["gates"],
             "findings": self.plan["findings"],
+            **({} if self.numerics is None else {"numerics": self.numerics.as_json()}),
         }
 
     def _repr_markdown_(self) -> str:
@@ -49,8 +52,11 @@ def plan(
     name: str | None = None,
     out: Path | None = None,
     listeners: Sequence[Listener] = (),
+    numerics: bool = False,
 ) -> Plan:
     """Read the data, load the model, settle every `auto`, write plan.json and strategy.md.
+
+    numerics  also measure the range of the first update's gradients: one backward pass in fp32
 
     Raises RecipeError with all problems, and OutOfResources.
     """
@@ -68,10 +74,15 @@ def plan(
         announce(prepared, events)
         _, gates = measured_gates(prepared)
         write_plan(prepared, gates, events)
+        if numerics:
+            text = "one backward pass in fp32 for the range of the gradients"
+            events.emit("notice", text, durable=False)
+        report = numeric_report(prepared) if numerics else None
         masks = [
             {"stage": one.folder_name, "spans": audit["mask_sample"]}
             for one in prepared.stages
             if (audit := read_json(folder / one.folder_name / "audit.json"))
         ]
         path = folder / "strategy.md"
-        return Plan(prepared.plan, masks, path.read_text(encoding="utf-8"), shown(path))
+        strategy = path.read_text(encoding="utf-8")
+        return Plan(prepared.plan, masks, strategy, shown(path), report)

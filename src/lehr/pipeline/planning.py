@@ -23,6 +23,7 @@ from lehr.pipeline.admission import admit
 from lehr.pipeline.events import Events
 from lehr.pipeline.files import read_json, write_json
 from lehr.pipeline.keys import base_key
+from lehr.pipeline.precision import require_precision
 from lehr.pipeline.sources import EncodedSource, ReadSource, corpus, encode_source, read_all
 from lehr.pipeline.stage_audit import finding_words, write_audit
 from lehr.pipeline.staging import PlannedStage, planned_stage, settle_micro_batch
@@ -76,7 +77,10 @@ def prepare(
     if any(stage.kind != "pretrain" for stage in recipe.stages):
         require_template(model)
     bench.name_base(base_key(recipe, fingerprint, bench.encoder.fingerprint, precision["value"]))
+    float8 = require_precision(recipe, model, precision["value"])
     stages, encoded = _stages(recipe, sources, bench, folder)
+    for stage, choices in zip(stages, float8, strict=True):
+        stage.float8 = [str(choice) for choice in choices]
     _settle(recipe, stages, bench, machine, precision["value"], stored)
     plan = _plan(recipe, stages, bench, machine, precision)
     if write:
@@ -121,8 +125,9 @@ def _machine(recipe: Any, stored: Mapping[str, Any]) -> tuple[dict[str, Any], di
         machine = describe_machine(measure=True).as_json()
     if same_run:
         return machine, dict(stored["precision"])
-    value, why = choose_precision(asked.pop(), machine["gemm_gflops"], machine["device"])
-    if recipe.model.startswith("tiny:") and value == "bf16":
+    requested = asked.pop()
+    value, why = choose_precision(requested, machine["gemm_gflops"], machine["device"])
+    if recipe.model.startswith("tiny:") and requested == "auto" and value == "bf16":
         value, why = "fp32", "a tiny model is too small to gain from bf16"
     return machine, {"value": value, "why": why}
 
@@ -160,7 +165,7 @@ def _stages(
         planned = planned_stage(index, stage, found, recipe.seed, everything)
         problems += [
             Problem(f"stages.{index} {problem.where}", problem.expected, problem.value)
-            for problem in planned.settings("fp32").problems(bool(planned.heldout()))
+            for problem in planned.settings(bench.precision).problems(bool(planned.heldout()))
         ]
         stages.append(planned)
     if problems:
@@ -218,7 +223,8 @@ def _settle(
             segment_tokens=longest,
             recompute=recompute,
         )
-        rate = machine["gemm_gflops"].get(precision) or 10.0
+        products = "fp32" if precision == "fp32" else "bf16"
+        rate = machine["gemm_gflops"].get(products) or 10.0
         planned.tokens_per_update = tokens
         planned.seconds = planned.updates * seconds_per_update(operations, rate)
         if bench.is_tiny:  # limited by the number of operations, not by their size
@@ -349,4 +355,5 @@ def _planned_entry(planned: PlannedStage, precision: str) -> dict[str, Any]:
         "trains": "all weights" if planned.trains_all else "adapter",
         "memory": dict(planned.memory or {}),
         "disk": planned.disk,
+        **({"fp8": planned.float8} if planned.float8 else {}),
     }

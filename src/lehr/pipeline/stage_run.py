@@ -222,7 +222,7 @@ def train_stage(
         folder=folder,
         seed=prepared.recipe.seed,
         model=model,
-        precision="bf16" if model.compute_dtype.itemsize == 2 else "fp32",
+        precision=model.precision,
         parent=reference,
         parent_key=parent.key,
         observers=(observing.watch(events),),

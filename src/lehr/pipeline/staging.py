@@ -13,6 +13,7 @@ import torch
 from lehr.data.loader import UpdateBatches
 from lehr.data.packing import fill, pack
 from lehr.data.shapes import Encoded
+from lehr.pipeline.precision import float8_of, loss_scale_of
 from lehr.pipeline.sources import EncodedSource
 from lehr.stages.context import StageContext
 from lehr.stages.preference import preference
@@ -52,6 +53,7 @@ class PlannedStage:
     seconds: float = 0.0
     memory: Mapping[str, int] | None = None
     disk: int = 0
+    float8: list[str] = field(default_factory=list)  # every linear layer with its verdict
     findings: list[str] = field(default_factory=list)
 
     @property
@@ -84,6 +86,9 @@ class PlannedStage:
             ema=_average(stage.ema),
             clip=stage.clip,
             precision=precision,
+            loss_scale=loss_scale_of(stage),
+            fp8=float8_of(stage),
+            stochastic_rounding=bool(stage.stochastic_rounding),
             micro_batch=self.micro_batch,
             evaluate_every=every,
             checkpoint_every=stage.checkpoint_every,

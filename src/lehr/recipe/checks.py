@@ -41,6 +41,7 @@ OPTIMIZER_KEYS = {
     "nesterov": ("sgd", "muon"),
     "match_rms": ("muon",),
 }
+PRECISION_KEYS = {"loss_scale": "fp16", "fp8": "fp8", "stochastic_rounding": "pure_bf16"}
 ORIGINS = ("path", "microworld", "builtin")
 HUB_ID = re.compile(r"[A-Za-z0-9._-]{1,96}(/[A-Za-z0-9._-]{1,96})?")
 
@@ -174,6 +175,7 @@ def _check_stage(document: Document, index: int, stage: Stage) -> None:
         document.notice((*keys, "learning_rate"), "0: this stage changes nothing")
     _check_schedule(document, (*keys, "schedule"), stage)
     _check_optimizer(document, (*keys, "optimizer"), stage.optimizer)
+    _check_precision(document, keys, stage)
     updates = stage.max_updates
     if stage.ema is not None and updates is not None and stage.ema.start_after >= updates:
         text = f"fewer than max_updates ({updates}), or nothing is averaged"
@@ -216,6 +218,37 @@ def _check_schedule(document: Document, keys: Keys, stage: Stage) -> None:
     if updates is not None and sum(counts) > updates:
         text = f"at most max_updates ({updates})"
         document.problem((*keys, "warmup"), text, sum(counts))
+
+
+def _check_precision(document: Document, keys: Keys, stage: Stage) -> None:
+    precision, given = stage.precision, stage.model_fields_set
+    for key, owner in PRECISION_KEYS.items():
+        if getattr(stage, key) not in (None, False) and precision != owner:
+            text = f"precision: {owner} with it, not {precision}"
+            document.problem((*keys, key), text, _short(getattr(stage, key)))
+    scale = stage.loss_scale
+    if precision == "fp16" and "loss_scale" in given and scale is None:
+        text = (
+            "a loss scale: without one, gradients below 2^-24 become 0 in fp16. Leave the key out "
+            "for the default, or say precision: bf16 or fp32"
+        )
+        document.problem((*keys, "loss_scale"), text)
+    elif scale is not None and not scale.floor <= scale.init <= scale.ceiling:
+        text = f"floor <= init <= ceiling ({scale.floor:g}, {scale.init:g}, {scale.ceiling:g})"
+        document.problem((*keys, "loss_scale", "init"), text, scale.init)
+    if precision == "fp8" and stage.kind == "preference":
+        text = (
+            "bf16 or fp32: a preference stage compares with its reference to a hundredth of a nat, "
+            "and FP8's rounding is of that size"
+        )
+        document.problem((*keys, "precision"), text, precision)
+    if precision == "pure_bf16" and stage.ema is not None:
+        text = "none with pure_bf16: an average kept in bf16 stops moving; or precision: bf16"
+        document.problem((*keys, "ema"), text, stage.ema.decay)
+
+
+def _short(value: object) -> object:
+    return value if isinstance(value, bool) else None
 
 
 def _check_optimizer(document: Document, keys: Keys, optimizer: Optimizer) -> None:

@@ -7,6 +7,7 @@ that a user reads ("a number above 0") is made from the same declaration.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -86,6 +87,22 @@ def as_decay(value: Any) -> Any:
     return {"decay": value} if isinstance(number, int | float) else number
 
 
+def as_scale(value: Any) -> Any:
+    """A number stands for a loss scale that begins there; "none" and its spellings for none."""
+    number = as_number(as_nothing(value))
+    return {"init": value} if isinstance(number, int | float) else number
+
+
+def as_scaling(value: Any) -> Any:
+    """A word stands for FP8 with that scaling; true is refused with the key that is meant."""
+    if value is True:
+        raise refused("precision: fp8 to switch it on; fp8 holds its settings")
+    if value is False:
+        return None
+    value = as_nothing(value)
+    return {"scaling": value} if isinstance(value, str) else value
+
+
 def as_list(value: Any) -> Any:
     """One item stands for a list of one."""
     return [value] if isinstance(value, str) else value
@@ -94,6 +111,12 @@ def as_list(value: Any) -> Any:
 def _word(value: str) -> str:
     if not value.strip() or "\x00" in value:
         raise refused("text that is not empty")
+    return value
+
+
+def _power_of_two(value: float) -> float:
+    if not math.isfinite(value) or value <= 0 or math.frexp(value)[0] != 0.5:
+        raise refused("a power of two, such as 65536: then scaling is exact")
     return value
 
 
@@ -107,6 +130,9 @@ def _whole_from_one(value: float) -> float:
 Number = Annotated[float, BeforeValidator(as_number)]
 Positive = Annotated[float, Field(gt=0), BeforeValidator(as_number)]
 NotNegative = Annotated[float, Field(ge=0), BeforeValidator(as_number)]
+PowerOfTwo = Annotated[
+    float, Field(gt=0), AfterValidator(_power_of_two), BeforeValidator(as_number)
+]
 Share = Annotated[float, Field(gt=0, le=1), BeforeValidator(as_number)]
 PartialShare = Annotated[float, Field(gt=0, lt=1), BeforeValidator(as_number)]
 BelowOne = Annotated[float, Field(ge=0, lt=1), BeforeValidator(as_number)]

@@ -11,7 +11,9 @@ from lehr.recipe.positions import Document
 from lehr.recipe.schema import (
     IMPROVE_MEASURES,
     Adapter,
+    Float8,
     Gates,
+    LossScale,
     Recipe,
     Schedule,
     Source,
@@ -152,12 +154,24 @@ def _stage(stage: Stage, adapter: Adapter, tiny: bool) -> Stage:
         changes["schedule"] = _infinite(stage.schedule)
     if stage.pack_length is None:
         changes["pack_length"] = stage.max_length
+    changes |= _precision(stage)
     if "learning_rate" not in stage.model_fields_set:
         if adapter.kind == "none":
             changes["learning_rate"] = RATE_ALL_WEIGHTS[stage.kind]
         if tiny and stage.kind != "preference":
             changes["learning_rate"] = TINY_RATE
     return stage.model_copy(update=changes)
+
+
+def _precision(stage: Stage) -> dict[str, Any]:
+    """The settings that belong to the stage's precision, said in full."""
+    if stage.precision == "fp16" and stage.loss_scale is None:
+        return {"loss_scale": LossScale()}
+    if stage.precision == "fp8" and stage.fp8 is None:
+        return {"fp8": Float8()}
+    if stage.precision == "pure_bf16" and stage.stochastic_rounding is None:
+        return {"stochastic_rounding": True}
+    return {}
 
 
 def _infinite(schedule: Schedule) -> Schedule:

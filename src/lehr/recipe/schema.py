@@ -28,6 +28,7 @@ from lehr.recipe.fields import (
     Number,
     PartialShare,
     Positive,
+    PowerOfTwo,
     Rows,
     Section,
     Share,
@@ -39,6 +40,8 @@ from lehr.recipe.fields import (
     as_default,
     as_list,
     as_nothing,
+    as_scale,
+    as_scaling,
 )
 
 StageKind = Literal["pretrain", "sft", "preference"]
@@ -207,6 +210,43 @@ class Ema(Section):
     )
 
 
+class LossScale(Section):
+    """fp16: the factor on the loss that keeps small gradients above 2^-24. Powers of two."""
+
+    init: PowerOfTwo = Field(default=2.0**16, description="of the first update")
+    growth_interval: Count = Field(
+        default=2000, description="updates without overflow after which it doubles"
+    )
+    floor: PowerOfTwo = Field(default=1.0, description="an overflow there ends the run")
+    ceiling: PowerOfTwo = Field(default=2.0**24, description="it grows no further")
+
+
+class Float8(Section):
+    """fp8: how tensors are scaled into 8 bits, and which linear layers are."""
+
+    scaling: Literal["current", "delayed", "block"] = Field(
+        default="current", description="by the tensor itself, by earlier updates, or by 1 x 128"
+    )
+    window: Count = Field(default=16, description="of delayed: updates that are remembered")
+    margin: Rows = Field(default=0, description="powers of two to spare")
+    convert: Annotated[list[Text], BeforeValidator(as_list)] = Field(
+        default=["*"],
+        description="layers or patterns; * is all that the selective recipe allows",
+    )
+    keep: Annotated[list[Text], BeforeValidator(as_list)] = Field(
+        default=[], description="layers or patterns that stay in high precision"
+    )
+    keep_first_blocks: Rows = Field(default=1, description="blocks in high precision")
+    keep_last_blocks: Rows = Field(default=1, description="blocks in high precision")
+    smallest_features: Count = Field(
+        default=64, description="a layer with a narrower side stays in high precision"
+    )
+    backend: Literal["auto", "emulated", "scaled_mm"] = Field(
+        default="auto", description="auto: FP8 products on a GPU, emulated ones elsewhere"
+    )
+    measure_every: Count = Field(default=10, description="updates between two looks at its health")
+
+
 class Keep(Section):
     """What protects old abilities during a stage."""
 
@@ -218,7 +258,7 @@ class Keep(Section):
 class Stage(Grown):
     """Keys that every training stage has."""
 
-    LATER = ("ema",)
+    LATER = ("ema", "loss_scale", "fp8", "stochastic_rounding")
 
     kind: StageKind
     name: Annotated[Name | None, BeforeValidator(as_nothing)] = None
@@ -250,7 +290,18 @@ class Stage(Grown):
     clip: Annotated[Positive | None, BeforeValidator(as_nothing)] = Field(
         default=1.0, description="largest norm of the gradient, or none"
     )
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "pure_bf16"] = Field(
+        default="auto", description="of the products; pure_bf16: of the trained tensors too"
+    )
+    loss_scale: Annotated[LossScale | None, BeforeValidator(as_scale)] = Field(
+        default=None, description="of fp16: where it begins, or a mapping"
+    )
+    fp8: Annotated[Float8 | None, BeforeValidator(as_scaling)] = Field(
+        default=None, description="of precision fp8: its scaling, or a mapping"
+    )
+    stochastic_rounding: Annotated[Truth | None, BeforeValidator(as_nothing)] = Field(
+        default=None, description="of pure_bf16 (true there): round updates with the mean kept"
+    )
     recompute: Literal["none", "full", "auto"] = "none"
     keep: Keep = Field(default_factory=Keep)
     evaluate_every: Annotated[Count | None, BeforeValidator(as_nothing)] = Field(

@@ -67,7 +67,6 @@ LATER_KINDS = ("reward", "ppo", "grpo", "distill", "recalibrate")
 LATER_VALUES: Mapping[str, tuple[str, ...]] = {
     "adapter.kind": ("qlora",),
     "stage.adapter.kind": ("qlora",),
-    "stage.precision": ("fp16", "fp8"),
     "stage.recompute": ("selective", "budget"),
     "stage.loss": (
         *("ipo", "kto", "orpo", "simpo", "cpo", "hinge", "robust", "apo_zero", "apo_down"),

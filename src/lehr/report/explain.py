@@ -48,6 +48,7 @@ SYNONYMS = {
     "optimizer": "adamw",
     "bf16": "precision",
     "fp32": "precision",
+    "stochastic-rounding": "pure-bf16",
     "micro-batch": "accumulation",
     "cache": "stage-cache",
     "merged": "export",

@@ -28,6 +28,7 @@ from lehr.training.averaging import Average
 from lehr.training.batch import Merge, cut
 from lehr.training.interrupts import Interrupts
 from lehr.training.metrics import MetricsFile, strict
+from lehr.training.numerics import Numerics
 from lehr.training.optimizers import GroupRule, make_optimizer, set_rate
 from lehr.training.progress import Progress, TrainingResult, result_of
 from lehr.training.settings import EngineSettings
@@ -60,6 +61,7 @@ class _Verdict:
     bad: tuple[str, ...]
     suspects: tuple[int, ...]
     metrics: Mapping[str, float]
+    overflow: tuple[str, ...] = ()  # gradients that only the loss scale made infinite
 
 
 _KNOWN = _Verdict(math.nan, math.nan, ("known from an earlier try",), (), {})
@@ -106,15 +108,16 @@ class Engine:
         self.progress = Progress()
         self._objective, self._batches, self._merge = objective, batches, merge
         self._seed_names, self._observers, self._evaluate = seed_names, observers, evaluate
-        self._trained = trained_parameters(model)
+        self._trained = trained_parameters(model, settings.precision)
         self._buffers = running_buffers(model)
-        self._optimizer = make_optimizer(self._trained, settings.optimizer, rules)
+        self.numerics = Numerics(model, self._trained, settings, seed_names)
+        self._optimizer = make_optimizer(self.numerics.moved, settings.optimizer, rules)
         ema = settings.ema
         self._average = None if ema is None else Average(ema, self._trained, self._buffers)
         self._metrics = MetricsFile(folder / "metrics.jsonl")
         self._store = Store(
             folder, key or content_hash([str(name) for name in seed_names]), settings,
-            self._trained, self._buffers, self._optimizer, self._emit, self._average,
+            self._trained, self._buffers, self._optimizer, self._emit, self._average, self.numerics,
         )  # fmt: skip
         self._stage = settings.stage or str(seed_names[-1])
         self._known_bad: frozenset[int] = frozenset()
@@ -133,6 +136,8 @@ class Engine:
         if self.progress.attempt:
             raise RuntimeError("an engine runs once; make a new one to resume")
         with self._interrupts, self._surroundings():
+            if (converted := self.numerics.convert()) is not None:
+                self._emit(converted)
             if self._average is not None:
                 self._average.begin()
             self._store.resume(self.progress, self._batches, self._metrics)
@@ -162,6 +167,7 @@ class Engine:
         try:
             self._attempt(buffers)
         except StopNow:
+            self.numerics.abandon()
             gradients.clear(self._trained)
             put_back(self._buffers, buffers, "buffers")
             self._batches.load(before)
@@ -174,15 +180,21 @@ class Engine:
         verdict = _KNOWN if known else self._backward(data)
         skipped = not ranks.all_true(not verdict.bad)
         learning_rate = self.settings.rate(self.progress.update)
-        steps: dict[str, float] = {}
+        steps = self.numerics.settle(skipped, verdict.overflow)
+        fallen: tuple[events.Event, ...] = ()
         if skipped:
             put_back(self._buffers, buffers, "buffers")
-            self.progress.passed_over(known)
+            if verdict.overflow:
+                self.progress.overflowed()
+            else:
+                self.progress.passed_over(known)
         else:
             gradients.clip_to(self._trained, verdict.norm, self.settings.clip)
             set_rate(self._optimizer, learning_rate)
-            steps = self._step(self.progress.update + 1)
+            steps |= self._step(self.progress.update + 1)
             self.progress.applied(data.tokens, data.supervised_tokens, verdict.loss)
+            columns, fallen = self.numerics.applied(self.progress.update)
+            steps |= columns
         gradients.clear(self._trained)
         seconds = time.perf_counter() - started
         self.progress.seconds += seconds
@@ -204,20 +216,22 @@ class Engine:
         if skipped:
             self._after_skip(row, data, verdict)
         else:
+            for event in fallen:
+                self._emit(event)
             self._after_update(row)
 
     def _step(self, update: int) -> dict[str, float]:
         """Move the weights, and their average; columns of what moved, where that is asked."""
         every = self.settings.optimizer.watch_every
         if every is None or update % every:
-            self._optimizer.step()
-            columns: dict[str, float] = {}
+            columns = self.numerics.step(self._optimizer, update)
         else:
             before = copied(self._trained)
-            self._optimizer.step()
+            columns = self.numerics.step(self._optimizer, update)
             groups = effective_steps(self._optimizer, before)
             self._emit(events.StepsMeasured(update, tuple(groups)))
-            columns = {k: v for i, group in enumerate(groups) for k, v in group.columns(i).items()}
+            columns |= {k: v for i, group in enumerate(groups) for k, v in group.columns(i).items()}
+        self.numerics.release()
         if self._average is not None:
             self._average.follow(update)
         return columns
@@ -238,6 +252,7 @@ class Engine:
 
     def _backward(self, data: _Data) -> _Verdict:
         """All backward passes of the update; says what is not finite, changes no weight."""
+        self.numerics.begin_attempt()
         done = accumulate(
             self.model,
             self._objective,
@@ -247,18 +262,26 @@ class Engine:
             (*self._seed_names, "update", self.progress.update),
             self.settings.precision,
             self._may_stop_inside,
+            self.numerics.scaled,
         )
         gradients.sum_over_ranks(self._trained)
+        self.numerics.unscale()
         measured = gradients.measure(self._trained)
         bad = tuple(f"gradient of {name}" for name in measured.nonfinite)
         if not math.isfinite(done.loss):
             bad = ("loss", *bad)
         elif not bad and not math.isfinite(measured.norm):
             bad = ("gradient norm",)
-        return _Verdict(done.loss, measured.norm, bad, done.nonfinite, done.metrics.means())
+        overflow = measured.nonfinite if self.numerics.overflowed(done.loss, bad) else ()
+        bad = (*bad, *self.numerics.flagged()) if bad else ()
+        means = done.metrics.means()
+        return _Verdict(done.loss, measured.norm, bad, done.nonfinite, means, overflow)
 
     def _after_skip(self, row: dict[str, Any], data: _Data, verdict: _Verdict) -> None:
         """Name the batch; give the run up after too many in a row."""
+        if verdict.overflow:
+            self._after_overflow(row, verdict.overflow)
+            return
         suspects = [data.micro_batches[i] for i in verdict.suspects] or data.micro_batches
         origins = tuple(str(origin) for pack in suspects for origin in pack.origins)
         row["origins"] = list(origins)
@@ -281,6 +304,15 @@ class Engine:
         )
         raise Diverged(Problem(where, expected))
 
+    def _after_overflow(self, row: dict[str, Any], names: tuple[str, ...]) -> None:
+        """Nothing is wrong with the batch; where no smaller scale is left, the run ends."""
+        self._write(row)
+        self._emit(events.UpdateDone(strict(row)))
+        self.numerics.stop_if_given_up()
+        used, now = row["loss_scale"], self.numerics.scale
+        update, attempt = self.progress.update, self.progress.attempt
+        self._emit(events.ScaleLowered(attempt, update, used, now, names))
+
     def _after_update(self, row: dict[str, Any]) -> None:
         """Evaluation, the line of metrics.jsonl, checkpoint: in this order, so that a kill
         anywhere repeats the whole attempt."""
@@ -294,6 +326,7 @@ class Engine:
             values, is_best = self._measure(self._evaluate)
             row |= {f"evaluation.{name}": value for name, value in values.items()}
         self._write(row)
+        self.numerics.stop_if_given_up()
         keep_best = is_best and settings.promote == "best"
         if keep_best or update % settings.checkpoint_interval == 0 or self._finished:
             self._save()
@@ -305,7 +338,8 @@ class Engine:
         average = self._average if self._average is not None and self._average.in_use else None
         self.model.eval()
         try:
-            with torch.no_grad(), nullcontext() if average is None else average.swapped():
+            averaged = nullcontext() if average is None else average.swapped()
+            with torch.no_grad(), averaged, self.numerics.evaluating():
                 values = {name: float(value) for name, value in evaluate(progress.update).items()}
         finally:
             _set_modes(modes)
@@ -377,6 +411,7 @@ class Engine:
         try:
             yield
         finally:
+            self.numerics.restore()
             gradients.clear(self._trained)
             self._metrics.close()
             torch.set_rng_state(random_state)

@@ -85,6 +85,33 @@ class NonFinite(Event):
 
 
 @dataclass(frozen=True)
+class ScaleLowered(Event):
+    """fp16: a scaled gradient overflowed; the update was skipped and the scale halved.
+
+    names  tensors whose gradient was not finite, in the model's order
+    """
+
+    attempt: int
+    update: int
+    used: float
+    next: float
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Float8Converted(Event):
+    """The linear layers that compute in FP8 from here on, and those that do not.
+
+    layers   names in FP8        choices  a line for every linear layer with its verdict
+    backend  emulated | scaled_mm
+    """
+
+    layers: tuple[str, ...]
+    choices: tuple[str, ...]
+    backend: str
+
+
+@dataclass(frozen=True)
 class Evaluated(Event):
     update: int
     values: Mapping[str, float]

@@ -63,6 +63,7 @@ def convert(
     Raises RecipeError, with all problems and the model unchanged, for bad settings, a
     contradiction with the hardware, patterns that match nothing, or a model already converted.
     """
+    settings = settings.on(device)
     if problems := settings.problems(device, capability):
         raise RecipeError(problems)
     layers: dict[str, nn.Linear] = {}
@@ -96,6 +97,7 @@ class Float8Conversion:
         self._fallen: dict[str, LayerFellBack] = {}
         self._sick: dict[str, int] = {}  # "layer operand measure" -> measurements in a row
         self._health: dict[str, dict[str, Health]] = {}
+        self._measured_now = False  # in the newest applied update
         for name, module in self._modules.items():
             # Another class on the same object: parameters, hooks, ties and the references that
             # others hold stay what they are.
@@ -140,6 +142,7 @@ class Float8Conversion:
         FP8: then the run is not what was asked for.
         """
         self._advance()
+        self._measured_now = self._measuring
         events = self._measure(update) if self._measuring else ()
         for side in self._sides.values():
             side.forget()
@@ -217,10 +220,11 @@ class Float8Conversion:
         return {name: dict(operands) for name, operands in self._health.items()}
 
     def metrics(self) -> dict[str, float]:
-        """Columns for metrics.jsonl: layers in FP8, and the worst numbers last measured."""
+        """Columns for metrics.jsonl: layers in FP8, and the worst numbers where this update was
+        measured: a resumed run has the same lines."""
         casts = [seen for operands in self._health.values() for seen in operands.values()]
         columns = {"fp8.layers": float(len(self.active))}
-        if casts:
+        if casts and self._measured_now:
             columns["fp8.worst_sqnr_db"] = min(seen.sqnr_db for seen in casts)
             columns["fp8.worst_underflow"] = max(seen.underflow for seen in casts)
             columns["fp8.worst_saturation"] = max(seen.saturation for seen in casts)
@@ -276,7 +280,7 @@ class Float8Conversion:
                 history.load(stored[name]["histories"][operand], f"{operand} of {name}")
             side.active = True
         self._sick = {key: int(count) for key, count in state.get("sick", {}).items()}
-        self._fallen, self._health = {}, {}
+        self._fallen, self._health, self._measured_now = {}, {}, False
         for event in state.get("fallen", ()):
             self._fallen[event["layer"]] = LayerFellBack(**event)
             self._sides[event["layer"]].active = False

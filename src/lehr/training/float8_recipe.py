@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,7 +19,7 @@ from lehr.errors import Problem, RecipeError
 from lehr.training.float8_formats import FORMATS
 
 SCALINGS = ("current", "delayed", "block")
-BACKENDS = ("emulated", "scaled_mm")
+BACKENDS = ("auto", "emulated", "scaled_mm")
 OPERANDS = ("input", "weight", "gradient")
 # Width that the FP8 products of CUDA want of both sides of a weight matrix.
 CUDA_MULTIPLE = 16
@@ -64,7 +64,7 @@ class Float8Settings:
     keep               names or patterns that stay in high precision
     smallest_features  a layer with a narrower side stays in high precision
     backend            emulated (float8 casts, fp32 products; any device) | scaled_mm (torch's
-                       FP8 products: SM >= 8.9, or a CPU for tests)
+                       FP8 products: SM >= 8.9, or a CPU for tests) | auto (see `on`)
     measure_every      updates between two measurements of health
     """
 
@@ -78,9 +78,19 @@ class Float8Settings:
     keep_first_blocks: int = 1
     keep_last_blocks: int = 1
     smallest_features: int = 64
-    backend: str = "emulated"
+    backend: str = "auto"
     limits: HealthLimits = field(default_factory=HealthLimits)
     measure_every: int = 10
+
+    def on(self, device: str) -> Float8Settings:
+        """With `backend: auto` settled: real FP8 products on a GPU, emulated ones elsewhere.
+
+        A GPU without FP8 units gets no emulation unasked: it is slower than bf16, and who asks
+        for FP8 there expects speed. `problems` then refuses it.
+        """
+        if self.backend != "auto":
+            return self
+        return replace(self, backend="scaled_mm" if device == "cuda" else "emulated")
 
     def problems(
         self, device: str = "cpu", capability: tuple[int, int] | None = None

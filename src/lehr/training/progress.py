@@ -51,6 +51,11 @@ class Progress:
         self.skipped += 1
         self.nonfinite_in_a_row = 0 if known else self.nonfinite_in_a_row + 1
 
+    def overflowed(self) -> None:
+        """The loss scale was too large: the weights did not move, and nothing is wrong."""
+        self.attempt += 1
+        self.skipped += 1
+
     def evaluated(self, values: Mapping[str, float]) -> bool:
         """Note an evaluation; True where its first value is the lowest so far.
 

@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 
 from lehr.errors import Problem
 from lehr.training.averaging import AverageSettings
+from lehr.training.float8_recipe import Float8Settings
+from lehr.training.loss_scale import LossScaleSettings
 from lehr.training.optimizers import OptimizerSettings, optimizer_problems
+from lehr.training.precision import precision_problems
 from lehr.training.schedules import Schedule, is_number, raise_problems, schedule_problems
 
 
@@ -18,8 +21,11 @@ class EngineSettings:
     learning_rate     peak of the schedule
     ema               average of the weights beside them; None = none
     clip              largest gradient norm (L2 over all trained tensors), None = no clipping
-    precision         fp32 | bf16; a model with its own `compute_dtype` has settled it already,
-                      any other module runs under autocast for bf16
+    precision         fp32 | bf16 | fp16 | fp8 | pure_bf16; a model with its own `compute_dtype`
+                      has settled it already, any other module runs under autocast
+    loss_scale        of fp16, which is refused without
+    fp8               of fp8; None = its defaults
+    stochastic_rounding  of pure_bf16: round updates at random with the mean kept
     micro_batch       packs per backward: changes memory and speed, never the update
     evaluate_every    updates between two evaluations; None = only after the last
     checkpoint_every  updates between two checkpoints; None = a tenth of the run
@@ -37,6 +43,9 @@ class EngineSettings:
     ema: AverageSettings | None = None
     clip: float | None = 1.0
     precision: str = "fp32"
+    loss_scale: LossScaleSettings | None = None
+    fp8: Float8Settings | None = None
+    stochastic_rounding: bool = False
     micro_batch: int = 1
     evaluate_every: int | None = None
     checkpoint_every: int | None = None
@@ -70,8 +79,13 @@ class EngineSettings:
             value = getattr(self, name)
             if not (optional and value is None) and not _is_count(value):
                 problems.append(Problem(name, "a whole number, at least 1", value))
-        if self.precision not in ("fp32", "bf16"):
-            problems.append(Problem("precision", "fp32 or bf16", self.precision))
+        problems += precision_problems(
+            self.precision,
+            self.loss_scale,
+            self.fp8,
+            self.stochastic_rounding,
+            self.ema is not None,
+        )
         if self.promote not in ("last", "best"):
             problems.append(Problem("promote", "last or best", self.promote))
         if not has_evaluation:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lehr import ranks
 from lehr.errors import Problem, RecipeError
+from lehr.models.precision import trained_dtype
 from lehr.training.checkpoint import Checkpoint
 
 if TYPE_CHECKING:  # settings are made of parts that stand on this module
@@ -31,18 +32,24 @@ class NamesItsTrained(Protocol):
     def trained(self) -> dict[str, Parameter]: ...
 
 
-def trained_parameters(model: nn.Module) -> dict[str, Parameter]:
-    """What is trained, by stable name. Raises RecipeError for none, or for a narrow type."""
+def trained_parameters(model: nn.Module, precision: str = "fp32") -> dict[str, Parameter]:
+    """What is trained, by stable name. Raises RecipeError for none, or for a type that the
+    precision does not train: small updates vanish in a narrow one, unless that is asked for."""
     if isinstance(model, NamesItsTrained):
         trained = dict(model.trained())
     else:
         trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     if not trained:
         raise RecipeError(Problem("model", "at least one tensor that is trained"))
+    allowed = {trained_dtype(precision)}
+    expected = "bf16 for a tensor that pure_bf16 trains: convert the model first"
+    if torch.float32 in allowed:
+        allowed.add(torch.float64)
+        expected = "fp32 for a trained tensor: small updates vanish in less"
     problems = [
-        Problem(name, "fp32 for a trained tensor: small updates vanish in less", str(value.dtype))
+        Problem(name, expected, str(value.dtype))
         for name, value in trained.items()
-        if value.dtype not in (torch.float32, torch.float64)
+        if value.dtype not in allowed
     ]
     if problems:
         raise RecipeError(problems)
@@ -66,7 +73,10 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def put_back(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], where: str) -> None:
-    """Copy `values` into `targets` in place. Raises RecipeError where names or shapes differ."""
+    """Copy `values` into `targets` in place.
+
+    Raises RecipeError where names, shapes or types differ: a silent cast would lose bits.
+    """
     shapes = {name: tuple(value.shape) for name, value in targets.items()}
     stored = {name: tuple(value.shape) for name, value in values.items()}
     if shapes != stored:
@@ -76,6 +86,13 @@ def put_back(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], where:
         first = differ[0]
         expected = f"{first} with shape {shapes.get(first)}: the model in training is another one"
         raise RecipeError(Problem(where, expected, stored.get(first)))
+    for name, target in targets.items():
+        if values[name].dtype != target.dtype:
+            expected = (
+                f"{name} in {target.dtype}, which the precision of this run trains. Say the "
+                "precision that the checkpoint was written with, or start over (--fresh)"
+            )
+            raise RecipeError(Problem(where, expected, str(values[name].dtype)))
     with torch.no_grad():
         for name, target in targets.items():
             target.copy_(values[name])

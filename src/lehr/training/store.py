@@ -20,6 +20,7 @@ from lehr.errors import LehrError, Problem
 from lehr.training import checkpoint, events
 from lehr.training.averaging import Average
 from lehr.training.metrics import MetricsFile
+from lehr.training.numerics import Numerics
 from lehr.training.progress import Progress
 from lehr.training.resources import disk_errors, require_disk
 from lehr.training.settings import EngineSettings
@@ -63,12 +64,13 @@ class Store:
         optimizer: Optimizer,
         emit: Callable[[events.Event], None],
         average: Average | None = None,
+        numerics: Numerics | None = None,
     ) -> None:
         self.root = folder / "checkpoints"
         self.saved_update = 0
         self._key, self._settings, self._emit = key, settings, emit
         self._trained, self._buffers, self._optimizer = trained, buffers, optimizer
-        self._average = average
+        self._average, self._numerics = average, numerics
         self._damaged: set[Path] = set()
 
     def resume(self, progress: Progress, batches: Batches, metrics: MetricsFile) -> None:
@@ -180,11 +182,15 @@ class Store:
         }
         if self._average is not None:
             state["average"] = {"count": self._average.count}
+        if self._numerics is not None and (numerics := self._numerics.state()):
+            state["numerics"] = numerics
         return state
 
     def _load(self, found: checkpoint.Checkpoint, progress: Progress, batches: Batches) -> None:
         self._load_weights(found)
         load_optimizer(self._optimizer, found.tensors("optimizer"))
+        if self._numerics is not None:
+            self._numerics.load(found.state.get("numerics", {}), str(found.path))
         progress.load(found.state["progress"])
         batches.load(found.state["batches"])
         self.saved_update = progress.update

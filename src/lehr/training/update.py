@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lehr import ranks
 from lehr.data.shapes import Pack
 from lehr.errors import Problem, RecipeError
+from lehr.models.precision import autocast_dtype
 from lehr.objectives.base import Objective
 from lehr.streams import seed_for
 from lehr.training.metrics import MetricSums, read
@@ -68,11 +69,13 @@ def accumulate(
     seed_names: Sequence[object],
     precision: str,
     stop: Callable[[], bool] = lambda: False,
+    scaled: Callable[[Tensor], Tensor] = lambda loss: loss,
 ) -> Accumulated:
     """Backward through every micro-batch; gradients add up in the parameters.
 
     seed_names  names of the random stream of this update. Each micro-batch has its own
                 stream, so dropout is a pure function of run, update, micro-batch and rank.
+    scaled      what is done to a micro-batch's share of the loss before its backward pass
     Raises StopNow where `stop()` turns true between two micro-batches.
     """
     totals: list[tuple[int, Tensor]] = []
@@ -89,7 +92,7 @@ def accumulate(
         if not loss.total.requires_grad:
             expected = "a loss that depends on a trained tensor: all are frozen, or detached"
             raise RecipeError(Problem("objective", expected))
-        (loss.total / denominator).backward()
+        scaled(loss.total / denominator).backward()
         totals.append((index, loss.total.detach()))
         metrics.add(loss.metrics)
     values = read([total for _, total in totals])
@@ -113,8 +116,8 @@ def seed_dropout(seed: int, device: torch.device) -> None:
 
 
 def arithmetic(model: Any, precision: str) -> AbstractContextManager[Any]:
-    """Autocast for bf16, unless the model has chosen its own `compute_dtype`."""
-    if precision == "fp32" or hasattr(model, "compute_dtype"):
+    """Autocast to the precision, unless the model has chosen its own `compute_dtype`."""
+    dtype = autocast_dtype(precision)
+    if dtype is None or hasattr(model, "compute_dtype"):
         return nullcontext()
-    device = next(model.parameters()).device.type
-    return torch.autocast(device, dtype=torch.bfloat16)
+    return torch.autocast(next(model.parameters()).device.type, dtype=dtype)
