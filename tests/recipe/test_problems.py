@@ -43,13 +43,18 @@ CASES = {
     "name: a/b": "name: a name of letters, digits, _ and -",
     # later
     "precision: fp8": "one of auto, fp32, bf16; fp8 is not in this version (found 'fp8')",
-    "recompute: {budget: 0.5}": "none, full, auto; budget is not in this version",
-    "recompute: selective": "selective is not in this version",
     "teacher: m": "stages.0.sft.teacher: teacher is not in this version",
     "guard: true": "guard is not in this version; non-finite updates are always",
     "keep: {kl: 0.1}": "keep.kl: kl is not in this version; replay is there",
     "adapter: {kind: qlora}": "one of lora, none; qlora is not in this version",
     "optimizer: lion": "lion is not in this version",
+    # recomputation
+    "recompute: {budget: 1}": "{budget: share} with a share above 0 and below 1",
+    "recompute: {budget: 0}": "recompute: none, full, selective, auto, or {budget: share}",
+    "recompute: {budgt: 0.5}": "or {budget: share} with a share above 0",
+    "recompute: {budget: 0.5, x: 1}": "or {budget: share} with a share above 0",
+    "recompute: selectiv": "did you mean selective? (found 'selectiv')",
+    "recompute: 0.5": "recompute: one of none, full, selective, auto or a mapping with the keys",
     # optimizers, schedules, averages
     "ema: 1": "ema.decay: a number above 0 and below 1 (found 1",
     "ema: {decay: 0}": "ema.decay: a number above 0 and below 1 (found 0",

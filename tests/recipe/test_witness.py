@@ -82,7 +82,8 @@ WITNESSES = {
     "stages.*.ema.evaluate": "evaluation.loss, and the produced state; training/engine.py",
     "stages.*.clip": "the loss after an update whose norm is larger; training/engine.py",
     "stages.*.precision": "precision of plan.json and its reason; pipeline/planning.py",
-    "stages.*.recompute": "memory in plan.json; the loss stays; pipeline/planning.py",
+    "stages.*.recompute": "memory in plan.json; the loss stays; pipeline/recomputing.py",
+    "stages.*.recompute.budget": "recompute_keeps in plan.json; pipeline/recomputing.py",
     "stages.*.keep.replay": "source.* of metrics.jsonl; data/loader.py",
     "stages.*.evaluate_every": "held-out losses between updates; training/engine.py",
     "stages.*.checkpoint_every": "folders under checkpoints/; training/checkpoint.py",
@@ -138,6 +139,8 @@ def leaves(model: type[Section], prefix: str = "") -> Iterator[str]:
         elif name == "adapter" and prefix:
             yield path  # the same section again
         elif section is not None:
+            if typing.Literal in map(typing.get_origin, typing.get_args(field.annotation)):
+                yield path  # words beside the section
             yield from leaves(section, path + (".*." if name == "data" else "."))
         else:
             yield path

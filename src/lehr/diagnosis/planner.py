@@ -85,6 +85,7 @@ def forecast(
     recompute: str = "none",
     head_chunk: int | None = None,
     moments: int = 2,
+    activation_bytes: int | None = None,
 ) -> dict[str, int]:
     """Live bytes of a training stage by component, and their sum as "peak".
 
@@ -94,6 +95,7 @@ def forecast(
     pack_tokens        tokens of one pack; micro_batch packs are computed at once
     moments            tensors that the optimizer (and a moving average) keeps beside each weight
     recompute          none | full: with full only each layer's input is kept, plus one layer
+    activation_bytes   of a micro-batch, where they have been measured for this recompute
     head_chunk         predicted positions whose logits exist at once (default: the head's own)
 
     Trained tensors are fp32 (4 bytes, gradient 4, AdamW's two moments 8); frozen weights are in
@@ -120,7 +122,7 @@ def forecast(
         "adapters": 0 if all_weights else trained_parameters * 4,
         "gradients": trained_parameters * 4,
         "optimizer": trained_parameters * 4 * moments,
-        "activations": tokens * per_token,
+        "activations": tokens * per_token if activation_bytes is None else activation_bytes,
         # Logits as the product gives them, in fp32, and their gradient.
         "head": rows * vocabulary * (b + 8),
     }

@@ -18,7 +18,7 @@ Modules that change their buffers in forward (batch statistics) have them put ba
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,7 +54,8 @@ class Meter:
     own      storages that are no activations: weights and buffers
     storages bytes by storage; blocks: bytes that each block added, in the order of the calls
     units    (block, unit, bytes that keeping it takes, operations that it saves)
-    replays  of the blocks that will be computed again
+    replays  of the blocks that will be computed again; operations: repeated by them so far, by unit
+    fixed_bytes  of random states, beside the storages: the same for any number of tokens
     """
 
     own: frozenset[int] = frozenset()
@@ -62,7 +63,8 @@ class Meter:
     blocks: list[int] = field(default_factory=list)
     units: list[tuple[int, str, int, float]] = field(default_factory=list)
     replays: list[Replay] = field(default_factory=list)
-    operations: float = 0.0
+    operations: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    fixed_bytes: int = 0
 
     def add(self, tensor: Tensor) -> int:
         """Bytes that this tensor adds to what is kept."""
@@ -203,7 +205,7 @@ class Replay:
         index = self._unit
         self._unit += 1
         if self._again:
-            return self._unit_again(index, run, inputs, operations, kept)
+            return self._unit_again(index, name, run, inputs, operations, kept)
         if not kept:
             out = run(*inputs)
             self._exits.append((index, name, self._events))
@@ -261,13 +263,14 @@ class Replay:
             return
         for tensor in self._holds():
             meter.add(tensor)
+        meter.fixed_bytes += sum(_bytes(state) for state in self._surroundings.random or [])
         if self._uses:
             meter.replays.append(self)
 
     def _holds(self) -> list[Tensor]:
         held: list[Tensor] = [kept.tensor for kept in self._outputs.values()]
         map_tensors(self._inputs, lambda kept: held.append(kept.tensor), _Kept)
-        return held + (self._surroundings.random or [])
+        return held
 
     # The backward pass
 
@@ -322,6 +325,7 @@ class Replay:
     def _unit_again(
         self,
         index: int,
+        name: str,
         run: Callable[..., Tensor],
         inputs: tuple[Tensor, ...],
         operations: Callable[[], float],
@@ -329,7 +333,7 @@ class Replay:
     ) -> Tensor:
         if not kept:
             if _here.meter is not None:
-                _here.meter.operations += operations()
+                _here.meter.operations[name] += operations()
             return run(*inputs)
         for which, tensor in enumerate(inputs):
             if (index, which) in self._missing:

@@ -39,6 +39,7 @@ from lehr.recipe.fields import (
     as_default,
     as_list,
     as_nothing,
+    as_recompute,
 )
 
 StageKind = Literal["pretrain", "sft", "preference"]
@@ -207,6 +208,12 @@ class Ema(Section):
     )
 
 
+class Budget(Section):
+    """A share of the bytes that training keeps for the backward pass without recomputation."""
+
+    budget: PartialShare
+
+
 class Keep(Section):
     """What protects old abilities during a stage."""
 
@@ -251,7 +258,9 @@ class Stage(Grown):
         default=1.0, description="largest norm of the gradient, or none"
     )
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    recompute: Literal["none", "full", "auto"] = "none"
+    recompute: Annotated[
+        Literal["none", "full", "selective", "auto"] | Budget, BeforeValidator(as_recompute)
+    ] = Field(default="none", description="what the backward pass computes again: less memory")
     keep: Keep = Field(default_factory=Keep)
     evaluate_every: Annotated[Count | None, BeforeValidator(as_nothing)] = Field(
         default=None, description="updates"
