@@ -39,6 +39,8 @@ class Recomputation:
 
     def __init__(self, network: nn.Module, choice: Kind | Keeps) -> None:
         self.names, modules = zip(*_blocks_of(network), strict=True)
+        if any("forward" in module.__dict__ for module in modules):
+            raise RuntimeError("the blocks are under another choice: stop that one first")
         self.blocks = [Block(module, None) for module in modules]
         self.products = [_products_of(module) for module in modules]
         self._exchanged: list[tuple[nn.Module, str]] = []
