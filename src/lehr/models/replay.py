@@ -224,9 +224,9 @@ class Replay:
     def _measure_unit(self, name: str, out: Tensor, operations: Callable[[], float]) -> None:
         meter = _here.meter
         assert meter is not None
-        own = meter.own
-        size = sum(t.untyped_storage().nbytes() for t in self._beside if _at(t) not in own)
-        meter.units.append((len(meter.blocks), name, size + _bytes(out), operations()))
+        sizes = {_at(tensor): _bytes(tensor) for tensor in (*self._beside, out)}
+        size = sum(size for at, size in sizes.items() if at not in meter.own)
+        meter.units.append((len(meter.blocks), name, size, operations()))
         for tensor in self._beside:
             meter.add(tensor)
         self._beside.clear()
