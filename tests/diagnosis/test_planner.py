@@ -83,13 +83,13 @@ def test_components_in_closed_form() -> None:
 def test_grows_with_the_right_things() -> None:
     assert plan(0, micro_batch=4)["activations"] == 2 * plan(0)["activations"]
     assert plan(0, pack_tokens=256)["activations"] == 2 * plan(0)["activations"]
-    assert plan(0, recompute="full")["activations"] < plan(0)["activations"]
+    assert plan(0, activation_bytes=77)["activations"] == 77
     assert plan(0, precision="bf16")["activations"] < plan(0)["activations"]
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"pack_tokens": 0}, {"micro_batch": -1}, {"precision": "fp64"}, {"recompute": "some"}],
+    [{"pack_tokens": 0}, {"micro_batch": -1}, {"precision": "fp64"}],
 )
 def test_refuses_what_makes_no_sense(changes: dict[str, object]) -> None:
     with pytest.raises(ValueError):
@@ -138,7 +138,6 @@ def test_operations_in_closed_form() -> None:
     products = Shape.of(CONFIG).products
     assert operations(True) == 6 * products * 100 + 8 * 64 * 500 * 10
     assert operations(False) == 4 * products * 100 + 6 * 64 * 500 * 10
-    assert operations(True, recompute="full") - operations(True) == 2 * products * 100
     assert operations(True, segment_tokens=50) - operations(True) == 3.5 * 2 * 50 * 64 * 3 * 100
 
 

@@ -116,6 +116,18 @@ def test_gradients_in_bf16_are_those_of_fp32_rounded():
         assert oracle.relative_gap(two.float(), one) < 2e-2
 
 
+def test_gradients_in_bf16_stay_right_where_scores_are_large():
+    """Scores of hundreds: rounded to bf16 they would be off by units, and e^unit is no rounding."""
+    query, key, value = (x.detach() for x in _random(6, 2, 14, torch.float32))
+    wide = [x.bfloat16().float().requires_grad_() for x in (30 * query, 30 * key, value)]
+    narrow = [x.detach().bfloat16().requires_grad_() for x in wide]
+    grads = []
+    for inputs in (wide, narrow):
+        out, _ = segment_attention(torch.nn.Module(), *inputs, None, segments=_plan(*TREE))
+        grads.append(torch.autograd.grad((out.float() ** 2).sum(), inputs))
+    assert oracle.relative_gap(grads[1][2].float(), grads[0][2]) < 2e-2
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pack_equals_rows_alone_with_gradients(family):
     network = network_of(family)

@@ -54,7 +54,7 @@ def test_misuse_is_named():
         model.train_all()
     with pytest.raises(ValueError, match="save_merged"):
         model.save_full("nowhere")
-    with pytest.raises(ValueError, match="none or full"):
+    with pytest.raises(ValueError, match="none, full, selective"):
         model.recompute("half")
 
 

@@ -112,6 +112,10 @@ IN_THE_PLAN: dict[str, tuple[dict[str, Any], Look]] = {
         {"recompute": "full"},
         lambda plan, _: plan["stages"][0]["memory"]["peak"],
     ),
+    "stages.0.sft.recompute.budget": (
+        {"recompute": {"budget": 0.4}},
+        lambda plan, _: plan["stages"][0]["recompute_keeps"],
+    ),
     "stages.0.sft.learning_rate": (
         {"learning_rate": 1e-3},
         lambda plan, _: plan["stages"][0]["curve"],
@@ -458,8 +462,9 @@ def test_suites_show_and_export(run_dir, monkeypatch):
 @pytest.mark.parametrize(
     "keys",
     [{"micro_batch": 1}, {"micro_batch": 6}, {"packing": False}, {"pack_length": 256},
-     {"recompute": "full"}],
-    ids=["micro_batch-1", "micro_batch-6", "packing", "pack_length", "recompute"],
+     {"recompute": "full"}, {"recompute": "selective"}, {"recompute": {"budget": 0.3}}],
+    ids=["micro_batch-1", "micro_batch-6", "packing", "pack_length", "full", "selective",
+         "budget"],
 )  # fmt: skip
 def test_exact_options_change_no_loss(run_dir, usual_in_fp32, keys):
     recipe = copy.deepcopy(sft(precision="fp32", **keys))

@@ -44,13 +44,18 @@ CASES = {
     # later
     "precision: fp12": "one of auto, fp32, bf16, fp16, fp8, pure_bf16; did you mean fp32? "
     "(found 'fp12')",
-    "recompute: {budget: 0.5}": "none, full, auto; budget is not in this version",
-    "recompute: selective": "selective is not in this version",
     "teacher: m": "stages.0.sft.teacher: teacher is not in this version",
     "guard: true": "guard is not in this version; non-finite updates are always",
     "keep: {kl: 0.1}": "keep.kl: kl is not in this version; replay is there",
     "adapter: {kind: qlora}": "one of lora, none; qlora is not in this version",
     "optimizer: lion": "lion is not in this version",
+    # recomputation
+    "recompute: {budget: 1}": "{budget: share} with a share above 0 and below 1",
+    "recompute: {budget: 0}": "recompute: none, full, selective, auto, or {budget: share}",
+    "recompute: {budgt: 0.5}": "or {budget: share} with a share above 0",
+    "recompute: {budget: 0.5, x: 1}": "or {budget: share} with a share above 0",
+    "recompute: selectiv": "did you mean selective? (found 'selectiv')",
+    "recompute: 0.5": "recompute: one of none, full, selective, auto or a mapping with the keys",
     # optimizers, schedules, averages
     "ema: 1": "ema.decay: a number above 0 and below 1 (found 1",
     "ema: {decay: 0}": "ema.decay: a number above 0 and below 1 (found 0",

@@ -97,7 +97,8 @@ WITNESSES = {
     "stages.*.fp8.backend": "the fp8 event; training/numerics.py",
     "stages.*.fp8.measure_every": "fp8.worst_* of metrics.jsonl; training/float8_convert.py",
     "stages.*.stochastic_rounding": "the losses of pure_bf16; training/bf16_weights.py",
-    "stages.*.recompute": "memory in plan.json; the loss stays; pipeline/planning.py",
+    "stages.*.recompute": "memory in plan.json; the loss stays; pipeline/recomputing.py",
+    "stages.*.recompute.budget": "recompute_keeps in plan.json; pipeline/recomputing.py",
     "stages.*.keep.replay": "source.* of metrics.jsonl; data/loader.py",
     "stages.*.evaluate_every": "held-out losses between updates; training/engine.py",
     "stages.*.checkpoint_every": "folders under checkpoints/; training/checkpoint.py",
@@ -153,6 +154,8 @@ def leaves(model: type[Section], prefix: str = "") -> Iterator[str]:
         elif name == "adapter" and prefix:
             yield path  # the same section again
         elif section is not None:
+            if typing.Literal in map(typing.get_origin, typing.get_args(field.annotation)):
+                yield path  # words beside the section
             yield from leaves(section, path + (".*." if name == "data" else "."))
         else:
             yield path

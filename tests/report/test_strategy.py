@@ -37,7 +37,12 @@ PLAN: dict[str, Any] = {
     },
     "stages": [
         {"kind": "sft", "name": "sft", "updates": 60, "tokens_per_update": 3000, "seconds": 480,
-         "memory": {"weights": 269 * 10**6, "gradients": 4 * 4_884_480, "peak": 2**31}},
+         "memory": {"weights": 269 * 10**6, "gradients": 4 * 4_884_480, "peak": 2**31},
+         "recompute": {"budget": 0.5}, "recompute_why": "as the recipe says",
+         "recompute_operations": {"uncovered": ["layers.0.experts.up"]},
+         "recompute_report": [
+             {"choice": "none", "kept_bytes": 2**30, "share_added": 0.0},
+             {"choice": "budget 0.5", "kept_bytes": 2**29, "share_added": 0.021}]},
         {"kind": "preference", "name": "preference", "updates": 20, "seconds": 300},
     ],
     "gates": [
@@ -61,6 +66,9 @@ def test_says_what_the_plan_says() -> None:
         "replays 5% web",
         "preference replays nothing",
         "no second model is held",
+        "**Recomputation: budget 0.5**, as the recipe says",
+        "none 1.00 GiB; budget 0.5 512 MiB, +2.1% operations",
+        "1 matrix (layers.0.experts.up",
         "**Cannot pass**: about 407 items would be enough",
         "limit 4 points, 100 items resolve 9 points",
         "2,181 of 2,400 rows train",

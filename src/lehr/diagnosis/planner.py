@@ -83,9 +83,9 @@ def forecast(
     pack_tokens: int,
     micro_batch: int,
     vocabulary: int,
-    recompute: str = "none",
     head_chunk: int | None = None,
     moments: int = 2,
+    activation_bytes: int | None = None,
 ) -> dict[str, int]:
     """Live bytes of a training stage by component, and their sum as "peak".
 
@@ -94,7 +94,7 @@ def forecast(
     trained_parameters of the adapter; or as many as `parameters`: then all weights train
     pack_tokens        tokens of one pack; micro_batch packs are computed at once
     moments            tensors that the optimizer (and a moving average) keeps beside each weight
-    recompute          none | full: with full only each layer's input is kept, plus one layer
+    activation_bytes   of a micro-batch, where they have been measured; else nothing is recomputed
     head_chunk         predicted positions whose logits exist at once (default: the head's own)
 
     Trained tensors are fp32 (4 bytes, gradient 4, AdamW's two moments 8); frozen weights are in
@@ -107,16 +107,11 @@ def forecast(
         raise ValueError("parameters, pack_tokens, micro_batch and vocabulary must be positive")
     if trained_parameters < 0:
         raise ValueError("trained_parameters must not be negative")
-    if recompute not in {"none", "full"}:
-        raise ValueError(f"recompute is none or full, not {recompute!r}")
     shape = Shape.of(config)
     b = _bytes(precision)
     all_weights = trained_parameters >= parameters
     tokens = pack_tokens * micro_batch
     per_token = activation_bytes_per_token(shape, precision, all_weights)
-    if recompute == "full":
-        inputs = shape.layers * shape.width * b
-        per_token = inputs + per_token // shape.layers
     rows = min(chunk_rows(vocabulary, head_chunk), tokens)
     pure = precision == "pure_bf16"
     wide = 2 if pure else 4  # bytes of a trained number
@@ -126,7 +121,7 @@ def forecast(
         "gradients": trained_parameters * wide,
         "optimizer": trained_parameters * 4 * moments,
         **({"update": trained_parameters * 8} if pure else {}),
-        "activations": tokens * per_token,
+        "activations": tokens * per_token if activation_bytes is None else activation_bytes,
         # Logits as the product gives them, in fp32, and their gradient.
         "head": rows * vocabulary * (b + 8),
     }
@@ -146,22 +141,19 @@ def operations_per_update(
     vocabulary: int,
     all_weights: bool,
     segment_tokens: int = 0,
-    recompute: str = "none",
 ) -> float:
     """Floating-point operations of one update over `tokens` tokens.
 
     A weight costs 2 operations a token forward, 2 backward for the input's gradient, and 2 more
-    for its own gradient where it is trained: 4 with a frozen base, 6 with all weights, plus 2 with
-    full recompute. The head sees supervised positions only, and computes each chunk twice.
-    Attention over segments of `segment_tokens`: 2 t q a token and layer forward, 2.5 times that
-    backward.
+    for its own gradient where it is trained: 4 with a frozen base, 6 with all weights; what is
+    computed again is measured (models/recompute_costs). The head sees supervised positions only,
+    and computes each chunk twice. Attention over segments of `segment_tokens`: 2 t q a token and
+    layer forward, 2.5 times that backward.
     """
     shape = Shape.of(config)
-    passes = (6.0 if all_weights else 4.0) + (2.0 if recompute == "full" else 0.0)
-    layers = passes * shape.products * tokens
+    layers = (6.0 if all_weights else 4.0) * shape.products * tokens
     head = (8.0 if all_weights else 6.0) * shape.width * vocabulary * supervised_tokens
-    repeats = 3.5 + (1.0 if recompute == "full" else 0.0)
-    attention = repeats * 2.0 * segment_tokens * shape.query * shape.layers * tokens
+    attention = 3.5 * 2.0 * segment_tokens * shape.query * shape.layers * tokens
     return layers + head + attention
 
 

@@ -104,13 +104,15 @@ class LoraMixin:
         self.lora_b = nn.Parameter(torch.zeros(outputs, spec.rank, device=device))
         self.scale, self.dropout, self.adapter_active = spec.scale, spec.dropout, True
 
+    def base_product(self, x: Tensor) -> Tensor:
+        base = x @ self.weight if self.by_columns else F.linear(x, self.weight)
+        return base if self.bias is None else base + self.bias
+
     def adapted(self, x: Tensor) -> Tensor:
         if not self.adapter_active:
-            base = x @ self.weight if self.by_columns else F.linear(x, self.weight)
-            return base if self.bias is None else base + self.bias
+            return self.base_product(x)
         if self.dropout and self.training:
-            base = x @ self.weight if self.by_columns else F.linear(x, self.weight)
-            base = base if self.bias is None else base + self.bias
+            base = self.base_product(x)
             dropped = F.dropout(x, self.dropout)
             low = F.linear(dropped, self.lora_a.to(x.dtype))
             return base + F.linear(low, self.lora_b.to(x.dtype)) * self.scale

@@ -12,14 +12,16 @@ prompt of length m attends with a mask [n, m + n], made once per pack.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lehr.models.replay import unit
 from lehr.models.segments import SegmentPlan, Span
 
 # "flash" or "/" in the name would be taken for a kernel from the hub.
@@ -90,15 +92,39 @@ def segment_attention(
         and value.dtype in (torch.float32, torch.bfloat16)
         and value.shape[-1] == key.shape[-1]
     )
+    run: Callable[..., Tensor]
     if direct:
-        out: Tensor = _CpuSegments.apply(
-            query_htd, key_ktd, value_ktd, segments, scale, sliding_window
-        )
+        run = partial(_direct, plan=segments, scale=scale, window=sliding_window)
     else:
-        out = attention_by_autograd(
-            query_htd, key_ktd, value_ktd, segments, scale, sliding_window, softcap
+        run = partial(
+            attention_by_autograd,
+            plan=segments,
+            scale=scale,
+            window=sliding_window,
+            softcap=softcap,
         )
+    width = query_htd.shape[0] * (query_htd.shape[-1] + value_ktd.shape[-1])
+    out = unit(
+        "attention",
+        run,
+        query_htd,
+        key_ktd,
+        value_ktd,
+        operations=lambda: 2.0 * width * segments.pairs(sliding_window),
+    )
     return out.unsqueeze(0), None
+
+
+def _direct(
+    query_htd: Tensor,
+    key_ktd: Tensor,
+    value_ktd: Tensor,
+    plan: SegmentPlan,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    out: Tensor = _CpuSegments.apply(query_htd, key_ktd, value_ktd, plan, scale, window)
+    return out
 
 
 def _refuse_unsupported(
@@ -243,7 +269,9 @@ def _short_backward(
     groups, repeats, length, width = query.shape
     rows = query.reshape(groups, repeats * length, width)
     grad_rows = grad.reshape(groups, repeats * length, -1)
-    scores = torch.bmm(rows, key.transpose(1, 2)).view(groups, repeats, length, -1).float()
+    # In fp32, as the kernel's normaliser is: a large score rounded to bf16 is off by units.
+    scores = torch.bmm(rows.float(), key.float().transpose(1, 2))
+    scores = scores.view(groups, repeats, length, -1)
     shares = scores.mul_(scale).add_(mask).sub_(normaliser.unsqueeze(-1)).exp_()
     by_share = torch.bmm(grad_rows, value.transpose(1, 2)).view_as(shares)
     by_score = torch.ops.aten._softmax_backward_data(by_share.float(), shares, -1, torch.float32)

@@ -19,6 +19,7 @@ from lehr.models.attention import attention, use_segments
 from lehr.models.head import Head, TokenStats, divergence, head_of, token_stats
 from lehr.models.peft_format import read_adapter, write_adapter
 from lehr.models.precision import autocast_dtype, compute_dtype, trained_dtype
+from lehr.models.recompute import Keeps, Kind, Recomputation
 from lehr.models.segments import plan_segments
 
 
@@ -65,6 +66,7 @@ class LanguageModel(nn.Module):
         self.stored_dtype = stored_dtype
         self.precision = precision
         self.trains_all = False
+        self._recomputation: Recomputation | None = None
         self.packs_exactly = True  # False: sequences are computed one by one (admission)
         # transformers drops the embedding's gradient at its padding id; where pad = eos that
         # would leave the end token half trained. Packs hold no padding.
@@ -335,14 +337,18 @@ class LanguageModel(nn.Module):
         """Another attention for a while (decoding with a cache): sdpa, or eager where needed."""
         return attention(self.network, name)
 
-    def recompute(self, kind: str) -> None:
-        """`full`: layers are computed again in the backward pass (less memory); `none`."""
-        if kind == "full":
-            self.network.activation_checkpointing_enable({"use_reentrant": False})
-        elif kind == "none":
-            self.network.activation_checkpointing_disable()
-        else:
-            raise ValueError(f"recompute is none or full, not {kind!r}")
+    def recompute(self, choice: Kind | Keeps) -> None:
+        """What is computed again in the backward pass: less memory, the same gradient.
+
+        none, full, selective, or for each block the names of the products that it keeps
+        (models/recompute). Choose after the adapter is there. Raises ValueError for another
+        word, and for a network without blocks.
+        """
+        if self._recomputation is not None:
+            self._recomputation.stop()
+            self._recomputation = None
+        if choice != "none":
+            self._recomputation = Recomputation(self.network, choice)
 
     @property
     def _mixed(self) -> bool:

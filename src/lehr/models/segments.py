@@ -37,6 +37,17 @@ class SegmentPlan:
     calls: int = 0
     _masks: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
 
+    def pairs(self, window: int | None = None) -> int:
+        """How many (query, key) pairs see each other."""
+        total = 0
+        for span in self.spans:
+            before, length = span.context_length, span.length
+            if window is None or window >= before + length:
+                total += length * before + length * (length + 1) // 2
+            else:
+                total += sum(min(window, before + query + 1) for query in range(length))
+        return total
+
     def mask(
         self,
         span: Span,

@@ -24,6 +24,7 @@ from lehr.pipeline.events import Events
 from lehr.pipeline.files import read_json, write_json
 from lehr.pipeline.keys import base_key
 from lehr.pipeline.precision import require_precision
+from lehr.pipeline.recomputing import Settled, settle_recompute
 from lehr.pipeline.sources import EncodedSource, ReadSource, corpus, encode_source, read_all
 from lehr.pipeline.stage_audit import finding_words, write_audit
 from lehr.pipeline.staging import PlannedStage, planned_stage, settle_micro_batch
@@ -187,33 +188,43 @@ def _settle(
     for planned in stages:
         stage = planned.stage
         trained = parameters if planned.trains_all else _adapter_parameters(recipe, stage, bench)
-        recompute = "full" if stage.recompute == "full" else "none"
-
         settings = planned.settings(precision)
         moments = settings.optimizer.moments + (settings.ema is not None)
         sizes = (parameters, trained, moments)
+        packs = planned.first_packs(recipe.seed)
+        tokens = sum(one.tokens for one in packs)
+        longest = max(int(one.segments.length.max()) for one in packs)
         memory = partial(_memory, bench.model, sizes, precision, planned.pack_length)
         parts = [stage_part(recipe, planned.index), precision, recipe.memory_limit]
         planned.settled_for = content_hash(parts)[:20]
         settled = before.get(planned.settled_for)
-        if settled is not None:  # free memory differs from start to start: it decides once
-            recompute = settled["recompute"]
+        earlier = None if settled is None else Settled.from_json(settled)
+        if settled is not None and earlier is not None:
+            # Free memory differs from start to start: it decides once.
+            planned.recompute = earlier
             planned.micro_batch = settled["micro_batch"]
             planned.micro_batch_why = settled["micro_batch_why"]
         else:
-            if stage.recompute == "auto" and memory(recompute, 1)["peak"] > limit:
-                recompute = "full"
-            estimate = partial(_peak, memory, recompute)
+            several = 1 if stage.micro_batch == "auto" else int(stage.micro_batch)
+            without = memory(None, several)
+            planned.recompute = settle_recompute(
+                bench.model,
+                stage,
+                trains_all=planned.trains_all,
+                ids=packs[0].ids,
+                segment_tokens=longest,
+                room=limit - without["peak"] + without["activations"],
+                tokens=several * planned.pack_length,
+                where=f"stages.{planned.index}.recompute",
+            )
+            estimate = partial(_peak, memory, planned.recompute)
             planned.micro_batch_why = settle_micro_batch(
                 planned, recipe.seed, estimate, limit, bench.packs_exactly
             )
-        planned.recompute = recompute
-        allowed = limit if settled is None else max(limit, _allowed(recipe, 1.0))
-        _require_memory(planned, memory(recompute, planned.micro_batch)["peak"], allowed)
-        packs = planned.first_packs(recipe.seed)
-        tokens = sum(one.tokens for one in packs)
+        planned.memory = memory(planned.recompute, planned.micro_batch)
+        allowed = limit if earlier is None else max(limit, _allowed(recipe, 1.0))
+        _require_memory(planned, planned.memory["peak"], allowed)
         pairs = sum(int(one.targets.numel()) for one in packs)
-        longest = max(int(one.segments.length.max()) for one in packs)
         operations = operations_per_update(
             bench.model.config,
             tokens=tokens,
@@ -221,15 +232,18 @@ def _settle(
             vocabulary=bench.model.vocabulary_size,
             all_weights=planned.trains_all,
             segment_tokens=longest,
-            recompute=recompute,
         )
+        several = planned.micro_batch * planned.pack_length
+        planned.recompute_report = planned.recompute.report(
+            several, longest, operations * several / tokens
+        )
+        operations += planned.recompute.added_operations(tokens, longest)
         products = "fp32" if precision == "fp32" else "bf16"
         rate = machine["gemm_gflops"].get(products) or 10.0
         planned.tokens_per_update = tokens
         planned.seconds = planned.updates * seconds_per_update(operations, rate)
         if bench.is_tiny:  # limited by the number of operations, not by their size
             planned.seconds *= TINY_FACTOR
-        planned.memory = memory(recompute, planned.micro_batch)
         state = trained * 4
         kept = stage.checkpoints_kept + 2
         planned.disk = state * (1 + (1 + moments) * kept)
@@ -266,10 +280,11 @@ def _memory(
     sizes: tuple[int, int, int],
     precision: str,
     pack_tokens: int,
-    recompute: str,
+    recompute: Settled | None,
     packs: int,
 ) -> dict[str, int]:
     parameters, trained, moments = sizes
+    measured = None if recompute is None else recompute.activation_bytes(packs * pack_tokens)
     return forecast(
         model.config,
         parameters,
@@ -278,12 +293,12 @@ def _memory(
         pack_tokens,
         packs,
         model.vocabulary_size,
-        recompute,
         moments=moments,
+        activation_bytes=measured,
     )
 
 
-def _peak(memory: Any, recompute: str, packs: int) -> int:
+def _peak(memory: Any, recompute: Settled, packs: int) -> int:
     return int(memory(recompute, packs)["peak"])
 
 
@@ -351,7 +366,8 @@ def _planned_entry(planned: PlannedStage, precision: str) -> dict[str, Any]:
         "settled_for": planned.settled_for,
         "micro_batch": planned.micro_batch,
         "micro_batch_why": planned.micro_batch_why,
-        "recompute": planned.recompute,
+        **planned.recompute.as_json(),
+        "recompute_report": planned.recompute_report,
         "trains": "all weights" if planned.trains_all else "adapter",
         "memory": dict(planned.memory or {}),
         "disk": planned.disk,

@@ -215,7 +215,7 @@ def train_stage(
             told(update, loss)
         return {"loss": loss}
 
-    model.recompute(planned.recompute)
+    model.recompute(planned.recompute.keeps)
     context = stage_context(
         planned,
         key=key,

@@ -14,6 +14,7 @@ from lehr.data.loader import UpdateBatches
 from lehr.data.packing import fill, pack
 from lehr.data.shapes import Encoded
 from lehr.pipeline.precision import float8_of, loss_scale_of
+from lehr.pipeline.recomputing import Settled
 from lehr.pipeline.sources import EncodedSource
 from lehr.stages.context import StageContext
 from lehr.stages.preference import preference
@@ -48,7 +49,8 @@ class PlannedStage:
     micro_batch: int = 1
     micro_batch_why: str = ""
     settled_for: str = ""  # what `auto` was settled for: the same again keeps the choice
-    recompute: str = "none"
+    recompute: Settled = field(default_factory=Settled)
+    recompute_report: list[dict[str, Any]] = field(default_factory=list)
     tokens_per_update: int = 0
     seconds: float = 0.0
     memory: Mapping[str, int] | None = None

@@ -103,6 +103,20 @@ def as_scaling(value: Any) -> Any:
     return {"scaling": value} if isinstance(value, str) else value
 
 
+def as_recompute(value: Any) -> Any:
+    """null is the word none; a mapping holds a budget above 0 and below 1."""
+    if value is None:
+        return "none"
+    if isinstance(value, Mapping):
+        share = as_number(value.get("budget"))
+        if set(value) != {"budget"} or not isinstance(share, int | float) or not 0 < share < 1:
+            raise refused(
+                "none, full, selective, auto, or {budget: share} with a share above 0 and below 1 "
+                "of the bytes that none keeps"
+            )
+    return value
+
+
 def as_list(value: Any) -> Any:
     """One item stands for a list of one."""
     return [value] if isinstance(value, str) else value

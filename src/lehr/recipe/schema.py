@@ -40,6 +40,7 @@ from lehr.recipe.fields import (
     as_default,
     as_list,
     as_nothing,
+    as_recompute,
     as_scale,
     as_scaling,
 )
@@ -247,6 +248,12 @@ class Float8(Section):
     measure_every: Count = Field(default=10, description="updates between two looks at its health")
 
 
+class Budget(Section):
+    """A share of the bytes that training keeps for the backward pass without recomputation."""
+
+    budget: PartialShare
+
+
 class Keep(Section):
     """What protects old abilities during a stage."""
 
@@ -302,7 +309,9 @@ class Stage(Grown):
     stochastic_rounding: Annotated[Truth | None, BeforeValidator(as_nothing)] = Field(
         default=None, description="of pure_bf16 (true there): round updates with the mean kept"
     )
-    recompute: Literal["none", "full", "auto"] = "none"
+    recompute: Annotated[
+        Literal["none", "full", "selective", "auto"] | Budget, BeforeValidator(as_recompute)
+    ] = Field(default="none", description="what the backward pass computes again: less memory")
     keep: Keep = Field(default_factory=Keep)
     evaluate_every: Annotated[Count | None, BeforeValidator(as_nothing)] = Field(
         default=None, description="updates"

@@ -67,7 +67,6 @@ LATER_KINDS = ("reward", "ppo", "grpo", "distill", "recalibrate")
 LATER_VALUES: Mapping[str, tuple[str, ...]] = {
     "adapter.kind": ("qlora",),
     "stage.adapter.kind": ("qlora",),
-    "stage.recompute": ("selective", "budget"),
     "stage.loss": (
         *("ipo", "kto", "orpo", "simpo", "cpo", "hinge", "robust", "apo_zero", "apo_down"),
         *("sppo_hard", "nca_pair", "exo_pair", "bco_pair", "discopop", "sigmoid_norm"),

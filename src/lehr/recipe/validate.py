@@ -123,7 +123,7 @@ def _hint(
     if kind == "string_type" and isinstance(value, bool | int | float):
         return "; quote it to make it text"
     later = LATER_VALUES.get(_schema_path(path), ())
-    word = value if isinstance(value, str) else "budget" if isinstance(value, dict) else None
+    word = value if isinstance(value, str) else None
     for each in value if isinstance(value, list) else [word]:
         if isinstance(each, str) and plain(each) in later:
             return f"; {each} is not in this version"

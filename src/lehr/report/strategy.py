@@ -222,6 +222,7 @@ def _methods(
     if text(precision.get("value")):
         lines.append(f"- **{text(precision['value'])}**: {text(precision.get('why'))}.")
     lines += _memory(stages)
+    lines += _recomputation(stages)
     if any(text(stage.get("kind")) == "preference" for stage in stages):
         lines.append(
             "- **DPO** compares with the state that its stage begins from; that reference is the "
@@ -256,6 +257,32 @@ def _memory(stages: list[dict[str, Any]]) -> list[str]:
             shown = ", ".join(f"{name} {size(amount)}" for name, amount in largest if amount)
             needs.setdefault(f"{size(sum(parts.values()))} ({shown})", []).append(_name(stage))
     return [f"- Memory of {', '.join(names)}: {need}." for need, names in needs.items()]
+
+
+def _recomputation(stages: list[dict[str, Any]]) -> list[str]:
+    """What the backward pass computes again, and what the other choices would cost."""
+    found: dict[str, list[str]] = {}
+    for stage in stages:
+        report = objects(stage.get("recompute_report"))
+        if not report:
+            continue
+        chosen = mapping(stage.get("recompute"))
+        name = f"budget {number(chosen.get('budget')):g}" if chosen else text(stage["recompute"])
+        costs = []
+        for line in report:
+            added = number(line.get("share_added")) or 0.0
+            price = f", {added:+.1%} operations" if added else ""
+            costs.append(f"{text(line.get('choice'))} {size(line.get('kept_bytes'))}{price}")
+        what = (
+            f"**Recomputation: {name}**, {text(stage.get('recompute_why'))}. Kept for the "
+            f"backward pass of a micro-batch: {'; '.join(costs)}. The gradient is the same."
+        )
+        missing = items(mapping(stage.get("recompute_operations")).get("uncovered"))
+        if missing and name != "none":
+            what += f" Computed again although it is a product: {plural(len(missing), 'matrix')}"
+            what += f" ({text(missing[0])}, ...)."
+        found.setdefault(what, []).append(_name(stage))
+    return [f"- {', '.join(names)}: {what}" for what, names in found.items()]
 
 
 def _forgetting(
