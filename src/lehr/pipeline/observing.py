@@ -57,6 +57,9 @@ def watch(events: Events) -> Callable[[Any], None]:
         elif isinstance(event, engine.PromotedAverage):
             text = f"the weights are the average of {event.count} updates (decay {event.decay:g})"
             events.emit("average", text, count=event.count, decay=event.decay)
+        elif isinstance(event, engine.BatchNormAlarm):
+            text = f"batch norms {', '.join(event.names[:3])}: {event.why}"
+            events.emit("batch_norm", text, names=list(event.names), why=event.why)
         elif isinstance(event, engine.InterruptNoted):
             events.emit("interrupt", f"{event.signal}: writing a checkpoint, then leaving")
 

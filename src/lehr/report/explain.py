@@ -35,6 +35,7 @@ SYNONYMS = {
     "warmup": "schedules",
     "wsd": "schedules",
     "ema": "averaging",
+    "batchnorm": "batch-norm",
     "momentum": "sgd",
     "fp8": "float8",
     "fp16": "loss-scale",

@@ -123,6 +123,24 @@ class StepsMeasured(Event):
 
 
 @dataclass(frozen=True)
+class BatchNormAlarm(Event):
+    """Batch norms that do not do what they are for: `why`, and which."""
+
+    update: int
+    why: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BatchNormGap(Event):
+    """An evaluation with running statistics, and again with those of its own batches."""
+
+    update: int
+    values: Mapping[str, float]
+    as_in_training: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class InterruptNoted(Event):
     """INT or TERM arrived; the current micro-batch is finished, then a checkpoint written."""
 

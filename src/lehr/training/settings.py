@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from lehr.errors import Problem
 from lehr.training.averaging import AverageSettings
+from lehr.training.batch_norm import BatchNormSettings
 from lehr.training.optimizers import OptimizerSettings, optimizer_problems
 from lehr.training.schedules import Schedule, is_number, raise_problems, schedule_problems
 
@@ -17,6 +18,7 @@ class EngineSettings:
     updates           applied updates; a skipped one is not counted
     learning_rate     peak of the schedule
     ema               average of the weights beside them; None = none
+    batch_norm        of a model that has batch norms
     clip              largest gradient norm (L2 over all trained tensors), None = no clipping
     precision         fp32 | bf16; a model with its own `compute_dtype` has settled it already,
                       any other module runs under autocast for bf16
@@ -35,6 +37,7 @@ class EngineSettings:
     schedule: Schedule = field(default_factory=Schedule)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     ema: AverageSettings | None = None
+    batch_norm: BatchNormSettings = field(default_factory=BatchNormSettings)
     clip: float | None = 1.0
     precision: str = "fp32"
     micro_batch: int = 1
@@ -86,7 +89,7 @@ class EngineSettings:
                 for name, asked in unmet.items()
                 if asked
             ]
-        problems += optimizer_problems(self.optimizer)
+        problems += optimizer_problems(self.optimizer) + self.batch_norm.problems()
         if self.ema is not None:
             problems += self.ema.problems(self.updates)
         if _is_count(self.updates):

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lehr import ranks
 from lehr.errors import Problem, RecipeError
+from lehr.training.batch_norm import batch_norms
 from lehr.training.checkpoint import Checkpoint
 
 if TYPE_CHECKING:  # settings are made of parts that stand on this module
@@ -52,10 +53,12 @@ def trained_parameters(model: nn.Module) -> dict[str, Parameter]:
 def running_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Buffers that a forward pass may change (running statistics), by name.
 
-    A model that names its trained tensors answers for its buffers: they are constants.
+    A model that names its trained tensors answers for its buffers: they are constants, but
+    for the statistics of batch norms.
     """
     if isinstance(model, NamesItsTrained):
-        return {}
+        norms = batch_norms(model).items()
+        return {f"{name}.{key}": one for name, norm in norms for key, one in norm.named_buffers()}
     saved = model.state_dict()
     return {name: value for name, value in model.named_buffers() if name in saved}
 
