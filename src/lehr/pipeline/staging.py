@@ -85,6 +85,7 @@ class PlannedStage:
             clip=stage.clip,
             precision=precision,
             micro_batch=self.micro_batch,
+            gradient_flow_every=stage.gradient_flow_every,
             evaluate_every=every,
             checkpoint_every=stage.checkpoint_every,
             checkpoints_kept=stage.checkpoints_kept,

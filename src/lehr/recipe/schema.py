@@ -218,7 +218,7 @@ class Keep(Section):
 class Stage(Grown):
     """Keys that every training stage has."""
 
-    LATER = ("ema",)
+    LATER = ("ema", "gradient_flow_every")
 
     kind: StageKind
     name: Annotated[Name | None, BeforeValidator(as_nothing)] = None
@@ -253,6 +253,9 @@ class Stage(Grown):
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     recompute: Literal["none", "full", "auto"] = "none"
     keep: Keep = Field(default_factory=Keep)
+    gradient_flow_every: Annotated[Count | None, BeforeValidator(as_nothing)] = Field(
+        default=None, description="updates between two measurements of each layer's gradient"
+    )
     evaluate_every: Annotated[Count | None, BeforeValidator(as_nothing)] = Field(
         default=None, description="updates"
     )

@@ -36,6 +36,8 @@ SYNONYMS = {
     "wsd": "schedules",
     "ema": "averaging",
     "batchnorm": "batch-norm",
+    "gradients": "gradient-flow",
+    "backpropagation": "gradient-flow",
     "momentum": "sgd",
     "fp8": "float8",
     "fp16": "loss-scale",

@@ -28,6 +28,7 @@ from lehr.training import events, gradients
 from lehr.training.averaging import Average
 from lehr.training.batch import Merge, cut
 from lehr.training.batch_norm import BatchNorms
+from lehr.training.gradient_flow import GradientFlow
 from lehr.training.interrupts import Interrupts
 from lehr.training.metrics import MetricsFile, strict
 from lehr.training.optimizers import GroupRule, make_optimizer, set_rate
@@ -111,6 +112,8 @@ class Engine:
         self._trained = trained_parameters(model)
         self._buffers = running_buffers(model)
         self._norms = BatchNorms(model, settings.batch_norm, self._emit)
+        every = settings.gradient_flow_every
+        self._flow = GradientFlow(model, self._trained, every, self._emit)
         self._optimizer = make_optimizer(self._trained, settings.optimizer, rules)
         ema = settings.ema
         self._average = None if ema is None else Average(ema, self._trained, self._buffers)
@@ -184,9 +187,11 @@ class Engine:
             put_back(self._buffers, buffers, "buffers")
             self.progress.passed_over(known)
         else:
+            flow = self._flow.begin(self.progress.update + 1)
             gradients.clip_to(self._trained, verdict.norm, self.settings.clip)
             set_rate(self._optimizer, learning_rate)
             steps = self._step(self.progress.update + 1) | self._norms.apply()
+            steps |= self._flow.end(flow)
             self.progress.applied(data.tokens, data.supervised_tokens, verdict.loss)
         gradients.clear(self._trained)
         seconds = time.perf_counter() - started
@@ -254,6 +259,7 @@ class Engine:
             self._may_stop_inside,
             self._norms.counting,
         )
+        self._flow.name_missing()
         gradients.sum_over_ranks(self._trained)
         measured = gradients.measure(self._trained)
         bad = tuple(f"gradient of {name}" for name in measured.nonfinite)

@@ -23,6 +23,7 @@ class EngineSettings:
     precision         fp32 | bf16; a model with its own `compute_dtype` has settled it already,
                       any other module runs under autocast for bf16
     micro_batch       packs per backward: changes memory and speed, never the update
+    gradient_flow_every  updates between two measurements of each layer; None = never
     evaluate_every    updates between two evaluations; None = only after the last
     checkpoint_every  updates between two checkpoints; None = a tenth of the run
     checkpoints_kept  newest ones kept, besides the best
@@ -41,6 +42,7 @@ class EngineSettings:
     clip: float | None = 1.0
     precision: str = "fp32"
     micro_batch: int = 1
+    gradient_flow_every: int | None = None
     evaluate_every: int | None = None
     checkpoint_every: int | None = None
     checkpoints_kept: int = 2
@@ -104,6 +106,7 @@ class EngineSettings:
 _COUNTS = {  # name -> may be None
     "updates": False,
     "micro_batch": False,
+    "gradient_flow_every": True,
     "evaluate_every": True,
     "checkpoint_every": True,
     "checkpoints_kept": False,

@@ -22,6 +22,10 @@ from lehr.training.checkpoint import Checkpoint
 if TYPE_CHECKING:  # settings are made of parts that stand on this module
     from lehr.training.settings import EngineSettings
 
+_WATCHING = (  # settings that change no number of the training
+    *("checkpoint_every", "checkpoints_kept", "nonfinite_limit", "stage"),
+    "gradient_flow_every",
+)
 _PACKAGES = ("lehr", "torch", "transformers", "safetensors")
 
 
@@ -130,7 +134,7 @@ def environment(trained: Mapping[str, Parameter]) -> dict[str, Any]:
 def numeric_settings(settings: EngineSettings) -> dict[str, Any]:
     """The settings that change numbers."""
     values = asdict(settings)
-    for name in ("checkpoint_every", "checkpoints_kept", "nonfinite_limit", "stage"):
+    for name in _WATCHING:
         del values[name]
     del values["optimizer"]["watch_every"]
     return values
