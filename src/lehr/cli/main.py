@@ -58,6 +58,12 @@ def plan(
     model: Annotated[str | None, typer.Option("--model", help="With data: the model.")] = None,
     overrides: Overrides = None,
     out: Out = None,
+    gradcheck: Annotated[
+        bool, typer.Option("--gradcheck", help="Compare gradients with float64 and differences.")
+    ] = False,
+    find_lr: Annotated[
+        bool, typer.Option("--find-lr", help="Range test of the first stage's learning rate.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Strategy, memory, time, masks, power of the gates; trains nothing.
@@ -66,7 +72,8 @@ def plan(
     """
     from lehr.cli.verbs import plan_verb
 
-    return plan_verb(recipe, model, overrides or [], out, as_json=as_json)
+    checks = {"gradcheck": gradcheck, "find_lr": find_lr}
+    return plan_verb(recipe, model, overrides or [], out, checks, as_json=as_json)
 
 
 @app.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from lehr.pipeline.events import Events, Listener
 from lehr.pipeline.files import read_json
 from lehr.pipeline.folder import PLANNED, claimed, place_of
 from lehr.pipeline.planning import prepare
+from lehr.pipeline.probing import check_gradients, find_rate
 from lehr.pipeline.run import announce, measured_gates, shown, write_plan
 from lehr.recipe.loading import recipe_notices
 from lehr.recipe.resolve import resumed
@@ -24,6 +25,7 @@ class Plan:
     masks: list[dict[str, Any]]
     strategy: str
     strategy_path: str
+    checks: dict[str, Any] = field(default_factory=dict)  # that were asked for, by name
 
     def as_json(self) -> dict[str, Any]:
         """The object of `lehr plan --json`."""
@@ -37,6 +39,7 @@ class Plan:
             "schedule": {stage["folder"]: stage["curve"] for stage in stages},
             "gates": self.plan["gates"],
             "findings": self.plan["findings"],
+            **self.checks,
         }
 
     def _repr_markdown_(self) -> str:
@@ -49,8 +52,13 @@ def plan(
     name: str | None = None,
     out: Path | None = None,
     listeners: Sequence[Listener] = (),
+    gradcheck: bool = False,
+    find_lr: bool = False,
 ) -> Plan:
     """Read the data, load the model, settle every `auto`, write plan.json and strategy.md.
+
+    gradcheck  compare each stage's gradient with float64 and with finite differences
+    find_lr    range test of the first stage's learning rate
 
     Raises RecipeError with all problems, and OutOfResources.
     """
@@ -73,5 +81,10 @@ def plan(
             for one in prepared.stages
             if (audit := read_json(folder / one.folder_name / "audit.json"))
         ]
+        checks: dict[str, Any] = {}
+        if gradcheck:
+            checks["gradient_check"] = check_gradients(prepared, events)
+        if find_lr:
+            checks["learning_rate"] = find_rate(prepared, events)
         path = folder / "strategy.md"
-        return Plan(prepared.plan, masks, path.read_text(encoding="utf-8"), shown(path))
+        return Plan(prepared.plan, masks, path.read_text(encoding="utf-8"), shown(path), checks)
