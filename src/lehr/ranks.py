@@ -38,6 +38,15 @@ def all_sum(value: float) -> float:
     return float(total.item())
 
 
+def add_up(value: torch.Tensor) -> torch.Tensor:
+    """Element-wise sum of `value` over all ranks."""
+    if not _active():
+        return value
+    total = value.clone()
+    dist.all_reduce(total)
+    return total
+
+
 def all_true(verdict: bool) -> bool:
     """True where every rank says so: one refusal counts for all."""
     return all_sum(0.0 if verdict else 1.0) == 0.0

@@ -187,6 +187,17 @@ def test_plan_numerics_shows_a_table(lehr, work):
     assert refused.status == 2
 
 
+def test_plan_with_checks(lehr, work):
+    path = write_recipe(work, lora_recipe())
+    said = lehr("plan", path, "--gradcheck", "--find-lr")
+    assert said.status == 0 and "gradient agrees" in said.out
+    assert "change of the loss in a range test" in said.out and "learning rate 1e-06 to" in said.out
+    drawn = [line for line in said.out.split("\n") if " |" in line]
+    assert len(drawn) == 12 and max(map(len, drawn)) <= 80
+    said = lehr("plan", work / "chats.jsonl", "--model", "./base", "--find-lr", "--json")
+    assert said.status == 2 and "--find-lr" in said.out and "a recipe" in said.out
+
+
 def test_plan_data_drafts_a_recipe_that_plans(lehr, work, monkeypatch):
     monkeypatch.chdir(work)
     (work / "sub: #1").mkdir()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.pipeline.small import (
     chat_rows,
     go,
@@ -22,6 +23,8 @@ from tests.pipeline.small import (
 )
 
 from lehr.errors import LehrError, OutOfResources, RecipeError
+from lehr.models.loading import load_model
+from lehr.pipeline import workbench
 from lehr.pipeline.folder import claimed
 from lehr.training import resources
 
@@ -37,6 +40,20 @@ def refused(path: Path, *overrides: str, kind: type[LehrError] = RecipeError) ->
     assert not list(out.rglob("metrics.jsonl"))
     assert not (out / "ledger.json").exists()
     return str(caught.value)
+
+
+def test_automatic_micro_batches_of_a_model_with_batch_norms(work, monkeypatch):
+    """Free memory would decide what is normalised together."""
+
+    def load(spec: str, **keys: Any) -> Any:
+        model = load_model(spec, **keys)
+        model.network.between = torch.nn.BatchNorm1d(4)
+        return model
+
+    monkeypatch.setattr(workbench, "load_model", load)
+    said = refused(write_recipe(work, lora_recipe()))
+    assert "stages.0 micro_batch: a number" in said and "stages.1 micro_batch" in said
+    assert "network.between" in said
 
 
 # -- the recipe ---------------------------------------------------------------

@@ -100,6 +100,7 @@ WITNESSES = {
     "stages.*.recompute": "memory in plan.json; the loss stays; pipeline/recomputing.py",
     "stages.*.recompute.budget": "recompute_keeps in plan.json; pipeline/recomputing.py",
     "stages.*.keep.replay": "source.* of metrics.jsonl; data/loader.py",
+    "stages.*.gradient_flow_every": "flow.* of metrics.jsonl; training/gradient_flow.py",
     "stages.*.evaluate_every": "held-out losses between updates; training/engine.py",
     "stages.*.checkpoint_every": "folders under checkpoints/; training/checkpoint.py",
     "stages.*.checkpoints_kept": "how many folders stay; training/checkpoint.py",

@@ -61,6 +61,12 @@ def plan(
     numerics: Annotated[
         bool, typer.Option("--numerics", help="Range of the first gradients, fp16 and bf16 limits.")
     ] = False,
+    gradcheck: Annotated[
+        bool, typer.Option("--gradcheck", help="Compare gradients with float64 and differences.")
+    ] = False,
+    find_lr: Annotated[
+        bool, typer.Option("--find-lr", help="Range test of the first stage's learning rate.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Strategy, memory, time, masks, power of the gates; trains nothing.
@@ -69,7 +75,8 @@ def plan(
     """
     from lehr.cli.verbs import plan_verb
 
-    return plan_verb(recipe, model, overrides or [], out, numerics=numerics, as_json=as_json)
+    checks = {"gradcheck": gradcheck, "find_lr": find_lr, "numerics": numerics}
+    return plan_verb(recipe, model, overrides or [], out, checks, as_json=as_json)
 
 
 @app.command()

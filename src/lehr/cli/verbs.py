@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
@@ -108,21 +108,29 @@ def plan_verb(
     model: str | None,
     overrides: Sequence[str],
     out: Path | None,
+    checks: Mapping[str, bool],
     *,
-    numerics: bool = False,
     as_json: bool,
 ) -> int:
     is_recipe = len(paths) == 1 and paths[0].suffix in (".yaml", ".yml")
+    if not is_recipe and any(checks.values()):
+        asked = ", ".join(f"--{name.replace('_', '-')}" for name, on in checks.items() if on)
+        raise RecipeError(Problem(f"lehr plan {asked}", "a recipe, which names model and stages"))
     if not is_recipe:
-        if numerics:
-            raise RecipeError(Problem("lehr plan --numerics", "one recipe (.yaml)"))
         return _plan_data(paths, model, out, as_json)
     from lehr.pipeline.plan import plan
     from lehr.recipe.loading import load_recipe
 
     recipe = load_recipe(paths[0], overrides)
     with terminal(as_json) as drawn:
-        found = plan(recipe, out=out, listeners=[drawn], numerics=numerics)
+        found = plan(
+            recipe,
+            out=out,
+            listeners=[drawn],
+            numerics=checks["numerics"],
+            gradcheck=checks["gradcheck"],
+            find_lr=checks["find_lr"],
+        )
     if as_json:
         say_json(found.as_json())
         return 0
@@ -137,7 +145,7 @@ def plan_verb(
 
 def print_plan(console: Console, found: Any) -> None:
     """Gates, memory, findings and where the strategy lies."""
-    from lehr.cli.pictures import schedule_picture
+    from lehr.cli.pictures import range_picture, schedule_picture
 
     for stage in found.plan["stages"]:
         console.print(f"\n[bold]{stage['folder']}[/] learning rate, {stage['updates']} updates")
@@ -151,6 +159,12 @@ def print_plan(console: Console, found: Any) -> None:
     for gate in found.plan["gates"]:
         sign = "[green]can pass[/]" if gate["can_pass"] else "[red]cannot pass[/]"
         console.print(f"  {gate['kind']} {gate['name']}: {sign}; {gate['note']}")
+    tested = found.checks.get("learning_rate")
+    if tested is not None:
+        console.print(f"\n[bold]{tested['stage']}[/] change of the loss in a range test")
+        picture = range_picture(tested["rates"], tested["changes"], tested["recommended"])
+        console.print(picture, markup=False)
+        console.print(f"  {tested['why']}")
     console.print(f"\nstrategy: {found.strategy_path}", soft_wrap=True)
 
 

@@ -70,6 +70,20 @@ def watch(events: Events) -> Callable[[Any], None]:
         elif isinstance(event, engine.PromotedAverage):
             text = f"the weights are the average of {event.count} updates (decay {event.decay:g})"
             events.emit("average", text, count=event.count, decay=event.decay)
+        elif isinstance(event, engine.MissingGradient):
+            named = ", ".join(event.names[:3]) + (", ..." if len(event.names) > 3 else "")
+            text = (
+                f"{len(event.names)} of {event.of} trained tensors got no gradient from the first "
+                f"backward pass and do not train: {named}"
+            )
+            events.emit("missing_gradient", text, names=list(event.names))
+        elif isinstance(event, engine.GradientFlowMeasured):
+            text = f"gradient flow after update {event.update}: {event.verdict}"
+            layers = [asdict(layer) for layer in event.layers]
+            events.emit("gradient_flow", text, verdict=event.verdict.kind, layers=layers)
+        elif isinstance(event, engine.BatchNormAlarm):
+            text = f"batch norms {', '.join(event.names[:3])}: {event.why}"
+            events.emit("batch_norm", text, names=list(event.names), why=event.why)
         elif isinstance(event, engine.InterruptNoted):
             events.emit("interrupt", f"{event.signal}: writing a checkpoint, then leaving")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from lehr.pipeline.files import read_json
 from lehr.pipeline.folder import PLANNED, claimed, place_of
 from lehr.pipeline.numeric_report import NumericReport, numeric_report
 from lehr.pipeline.planning import prepare
+from lehr.pipeline.probing import check_gradients, find_rate
 from lehr.pipeline.run import announce, measured_gates, shown, write_plan
 from lehr.recipe.loading import recipe_notices
 from lehr.recipe.resolve import resumed
@@ -26,6 +27,7 @@ class Plan:
     strategy: str
     strategy_path: str
     numerics: NumericReport | None = None
+    checks: dict[str, Any] = field(default_factory=dict)  # that were asked for, by name
 
     def as_json(self) -> dict[str, Any]:
         """The object of `lehr plan --json`."""
@@ -40,6 +42,7 @@ class Plan:
             "gates": self.plan["gates"],
             "findings": self.plan["findings"],
             **({} if self.numerics is None else {"numerics": self.numerics.as_json()}),
+            **self.checks,
         }
 
     def _repr_markdown_(self) -> str:
@@ -53,10 +56,14 @@ def plan(
     out: Path | None = None,
     listeners: Sequence[Listener] = (),
     numerics: bool = False,
+    gradcheck: bool = False,
+    find_lr: bool = False,
 ) -> Plan:
     """Read the data, load the model, settle every `auto`, write plan.json and strategy.md.
 
-    numerics  also measure the range of the first update's gradients: one backward pass in fp32
+    numerics   the range of the first update's gradients: one backward pass in fp32
+    gradcheck  compare each stage's gradient with float64 and with finite differences
+    find_lr    range test of the first stage's learning rate
 
     Raises RecipeError with all problems, and OutOfResources.
     """
@@ -83,6 +90,11 @@ def plan(
             for one in prepared.stages
             if (audit := read_json(folder / one.folder_name / "audit.json"))
         ]
+        checks: dict[str, Any] = {}
+        if gradcheck:
+            checks["gradient_check"] = check_gradients(prepared, events)
+        if find_lr:
+            checks["learning_rate"] = find_rate(prepared, events)
         path = folder / "strategy.md"
         strategy = path.read_text(encoding="utf-8")
-        return Plan(prepared.plan, masks, strategy, shown(path), report)
+        return Plan(prepared.plan, masks, strategy, shown(path), report, checks)

@@ -31,6 +31,7 @@ from lehr.pipeline.staging import PlannedStage, planned_stage, settle_micro_batc
 from lehr.pipeline.workbench import Workbench
 from lehr.recipe.loading import recipe_hash, stage_part
 from lehr.streams import content_hash
+from lehr.training.batch_norm import micro_batch_problems
 from lehr.training.resources import available_memory, require_disk
 from lehr.training.schedules import as_updates
 
@@ -164,9 +165,11 @@ def _stages(
             continue
         everything = trains_all(recipe, stage, bench.is_tiny and index == 0)
         planned = planned_stage(index, stage, found, recipe.seed, everything)
+        wrong = planned.settings(bench.precision).problems(bool(planned.heldout()))
+        wrong += micro_batch_problems(bench.model, stage.micro_batch)
         problems += [
             Problem(f"stages.{index} {problem.where}", problem.expected, problem.value)
-            for problem in planned.settings(bench.precision).problems(bool(planned.heldout()))
+            for problem in wrong
         ]
         stages.append(planned)
     if problems:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lehr.evaluation.default_gates import PlannedGate
 from lehr.models.language_model import LanguageModel
+from lehr.objectives.base import Objective
 from lehr.pipeline import observing
 from lehr.pipeline.events import Events
 from lehr.pipeline.files import (
@@ -32,6 +33,7 @@ from lehr.pipeline.promotion import verdict_on
 from lehr.pipeline.showcase import AnswerBook, answers
 from lehr.pipeline.staging import STAGES, PlannedStage, heldout_loss, stage_context
 from lehr.pipeline.states import State, produced_json, read_state
+from lehr.stages.context import StageContext
 from lehr.stages.preference import HeldoutLoss as PairLoss
 
 IN_RUN_HELDOUT = 48  # held-out examples that an evaluation during training looks at
@@ -184,11 +186,12 @@ def train_stage(
     parent: State,
     events: Events,
     told: Callable[[int, float], None] | None = None,
+    drive: Callable[[StageContext, Objective], None] | None = None,
 ) -> tuple[LanguageModel, Mapping[str, Tensor], State]:
     """Train a stage in `folder`, from wherever its checkpoints stand.
 
     Returns the model in its final state, the parent's tensors, and the state to keep.
-    told: called with (update, held-out loss) at each evaluation.
+    told: called with (update, held-out loss) at each evaluation. drive: see StageContext.
     """
     bench, stage = prepared.bench, planned.stage
     if stage.fold_parent and parent.kind == "adapter":
@@ -228,6 +231,7 @@ def train_stage(
         observers=(observing.watch(events),),
         evaluate=evaluate if heldout else None,
     )
+    context.drive = drive
     STAGES[stage.kind](context)
     model.recompute("none")
     model.eval()

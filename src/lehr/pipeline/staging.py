@@ -92,6 +92,7 @@ class PlannedStage:
             fp8=float8_of(stage),
             stochastic_rounding=bool(stage.stochastic_rounding),
             micro_batch=self.micro_batch,
+            gradient_flow_every=stage.gradient_flow_every,
             evaluate_every=every,
             checkpoint_every=stage.checkpoint_every,
             checkpoints_kept=stage.checkpoints_kept,

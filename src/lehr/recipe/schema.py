@@ -265,7 +265,7 @@ class Keep(Section):
 class Stage(Grown):
     """Keys that every training stage has."""
 
-    LATER = ("ema", "loss_scale", "fp8", "stochastic_rounding")
+    LATER = ("ema", "loss_scale", "fp8", "stochastic_rounding", "gradient_flow_every")
 
     kind: StageKind
     name: Annotated[Name | None, BeforeValidator(as_nothing)] = None
@@ -313,6 +313,9 @@ class Stage(Grown):
         Literal["none", "full", "selective", "auto"] | Budget, BeforeValidator(as_recompute)
     ] = Field(default="none", description="what the backward pass computes again: less memory")
     keep: Keep = Field(default_factory=Keep)
+    gradient_flow_every: Annotated[Count | None, BeforeValidator(as_nothing)] = Field(
+        default=None, description="updates between two measurements of each layer's gradient"
+    )
     evaluate_every: Annotated[Count | None, BeforeValidator(as_nothing)] = Field(
         default=None, description="updates"
     )

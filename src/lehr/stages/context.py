@@ -14,7 +14,7 @@ from lehr.data.packing import merge
 from lehr.models.language_model import LanguageModel
 from lehr.objectives.base import Objective
 from lehr.training.engine import Engine
-from lehr.training.progress import TrainingResult
+from lehr.training.progress import Progress, TrainingResult, result_of
 from lehr.training.settings import EngineSettings
 
 
@@ -26,6 +26,7 @@ class StageContext:
     key       everything that the stage's numbers depend on
     parent    trained tensors that the stage begins from: what a reference is made of
     evaluate  measures the model in training; its first value is minimised by best / early stop
+    drive     what is done with the stage's objective instead of training (a check of `plan`)
     """
 
     name: str
@@ -41,12 +42,16 @@ class StageContext:
     parent_key: str
     observers: Sequence[Callable[[Any], None]] = field(default_factory=tuple)
     evaluate: Callable[[int], Mapping[str, float]] | None = None
+    drive: Callable[[StageContext, Objective], None] | None = None
 
 
 def train(
     context: StageContext, objective: Objective, *extra: Callable[[Any], None]
 ) -> TrainingResult:
     """Run the engine on the stage's batches; resumes by itself from the newest whole checkpoint."""
+    if context.drive is not None:
+        context.drive(context, objective)
+        return result_of(Progress(), 0, 0)
     engine = Engine(
         model=context.model,
         objective=objective,

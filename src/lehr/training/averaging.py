@@ -10,12 +10,12 @@ Without the warm-up of d the average would hold the untrained weights for about
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lehr.errors import Problem
 from lehr.training.schedules import is_number
@@ -31,15 +31,16 @@ class AverageSettings:
     start_after  applied updates before the average begins (from the weights then)
     evaluate     evaluations and the weights that the model holds at the end are the
                  averaged ones. False: the average only follows, in the checkpoints
-    buffers      floating buffers (running statistics): copy = those of the weights in
-                 training, average = averaged like weights. Integers are always copied
+    buffers      floating buffers (running statistics): measure = those of batch norms are
+                 measured anew for the averaged weights, others copied; copy = those of the
+                 weights in training; average = averaged like weights. Integers are copied
     """
 
     decay: float = 0.999
     warmup: bool = True
     start_after: int = 0
     evaluate: bool = True
-    buffers: str = "copy"
+    buffers: str = "measure"
 
     def problems(self, updates: int) -> list[Problem]:
         """Everything that is wrong with these values for a run of `updates`."""
@@ -53,8 +54,8 @@ class AverageSettings:
         elif isinstance(updates, int) and start >= updates:
             expected = f"fewer than the {updates} updates of the run, or nothing is averaged"
             problems.append(Problem("ema.start_after", expected, start))
-        if self.buffers not in ("copy", "average"):
-            problems.append(Problem("ema.buffers", "copy or average", self.buffers))
+        if self.buffers not in ("measure", "copy", "average"):
+            problems.append(Problem("ema.buffers", "measure, copy or average", self.buffers))
         return problems
 
     def decay_at(self, count: int) -> float:
@@ -143,38 +144,3 @@ class Average:
         self._shadow = copied(self._followed)
         put_back(self._shadow, tensors, where)
         self.count = count
-
-
-def reestimate_batch_norm(model: nn.Module, forwards: Iterable[Callable[[], object]]) -> int:
-    """Measure the running statistics of batch norms anew: averaged weights have others.
-
-    forwards  each runs the model on one batch of training data; equal sizes, or small
-              batches count too much. The statistics become the plain means over all
-
-    Only batch norms are in train mode inside, so that dropout changes nothing. Modes and
-    momenta are as before outside. Returns how many batch norms were measured.
-    """
-    norms = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
-    ]
-    if not norms:
-        return 0
-    modes = [(module, module.training) for module in model.modules()]
-    momenta = [norm.momentum for norm in norms]
-    try:
-        model.eval()
-        for norm in norms:
-            norm.reset_running_stats()
-            norm.momentum = None  # torch's way to say: the mean over all batches
-            norm.train()
-        with torch.no_grad():
-            for forward in forwards:
-                forward()
-    finally:
-        for module, training in modes:
-            module.training = training
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
-    return len(norms)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from lehr.streams import content_hash
 from lehr.training import events, gradients
 from lehr.training.averaging import Average
 from lehr.training.batch import Merge, cut
+from lehr.training.batch_norm import BatchNorms
+from lehr.training.gradient_flow import GradientFlow
 from lehr.training.interrupts import Interrupts
 from lehr.training.metrics import MetricsFile, strict
 from lehr.training.numerics import Numerics
@@ -35,7 +38,7 @@ from lehr.training.settings import EngineSettings
 from lehr.training.state import copied, put_back, running_buffers, trained_parameters
 from lehr.training.steps import effective_steps
 from lehr.training.store import Batches, Store
-from lehr.training.update import StopNow, accumulate, denominator_of
+from lehr.training.update import StopNow, accumulate, arithmetic, denominator_of
 
 Evaluate = Callable[[int], Mapping[str, float]]
 
@@ -111,6 +114,9 @@ class Engine:
         self._trained = trained_parameters(model, settings.precision)
         self._buffers = running_buffers(model)
         self.numerics = Numerics(model, self._trained, settings, seed_names)
+        self._norms = BatchNorms(model, settings.batch_norm, self._emit)
+        every = settings.gradient_flow_every
+        self._flow = GradientFlow(model, self._trained, every, self._emit)
         self._optimizer = make_optimizer(self.numerics.moved, settings.optimizer, rules)
         ema = settings.ema
         self._average = None if ema is None else Average(ema, self._trained, self._buffers)
@@ -135,9 +141,10 @@ class Engine:
         """
         if self.progress.attempt:
             raise RuntimeError("an engine runs once; make a new one to resume")
-        with self._interrupts, self._surroundings():
+        with self._interrupts, self._surroundings(), self._norms.watched():
             if (converted := self.numerics.convert()) is not None:
                 self._emit(converted)
+            self._first_batches = self._batches.state()
             if self._average is not None:
                 self._average.begin()
             self._store.resume(self.progress, self._batches, self._metrics)
@@ -175,6 +182,7 @@ class Engine:
 
     def _attempt(self, buffers: Mapping[str, torch.Tensor]) -> None:
         started = time.perf_counter()
+        self._norms.begin(self.progress.update)
         data = self._take()
         known = data.number in self._known_bad
         verdict = _KNOWN if known else self._backward(data)
@@ -189,9 +197,11 @@ class Engine:
             else:
                 self.progress.passed_over(known)
         else:
+            flow = self._flow.begin(self.progress.update + 1)
             gradients.clip_to(self._trained, verdict.norm, self.settings.clip)
             set_rate(self._optimizer, learning_rate)
-            steps |= self._step(self.progress.update + 1)
+            steps |= self._step(self.progress.update + 1) | self._norms.apply()
+            steps |= self._flow.end(flow)
             self.progress.applied(data.tokens, data.supervised_tokens, verdict.loss)
             columns, fallen = self.numerics.applied(self.progress.update)
             steps |= columns
@@ -263,7 +273,9 @@ class Engine:
             self.settings.precision,
             self._may_stop_inside,
             self.numerics.scaled,
+            self._norms.counting,
         )
+        self._flow.name_missing()
         gradients.sum_over_ranks(self._trained)
         self.numerics.unscale()
         measured = gradients.measure(self._trained)
@@ -323,24 +335,23 @@ class Engine:
         every = settings.evaluate_every
         is_best = False
         if self._evaluate is not None and (last or (every is not None and update % every == 0)):
-            values, is_best = self._measure(self._evaluate)
-            row |= {f"evaluation.{name}": value for name, value in values.items()}
+            values, gap, is_best = self._measure(self._evaluate)
+            row |= {f"evaluation.{name}": value for name, value in values.items()} | gap
         self._write(row)
         self.numerics.stop_if_given_up()
         keep_best = is_best and settings.promote == "best"
         if keep_best or update % settings.checkpoint_interval == 0 or self._finished:
             self._save()
 
-    def _measure(self, evaluate: Evaluate) -> tuple[dict[str, float], bool]:
-        """Evaluate now; move best and early stop. Returns the values and whether they are best."""
+    def _measure(self, evaluate: Evaluate) -> tuple[dict[str, float], dict[str, float], bool]:
+        """Evaluate now; move best and early stop. Returns the values, columns of the gap of
+        batch norms, and whether the values are best."""
         progress = self.progress
         modes = _modes(self.model)
-        average = self._average if self._average is not None and self._average.in_use else None
         self.model.eval()
         try:
-            averaged = nullcontext() if average is None else average.swapped()
-            with torch.no_grad(), averaged, self.numerics.evaluating():
-                values = {name: float(value) for name, value in evaluate(progress.update).items()}
+            with torch.no_grad(), self._as_average(), self.numerics.evaluating():
+                values, gap = self._norms.measure(evaluate, progress.update)
         finally:
             _set_modes(modes)
         if not values:
@@ -351,7 +362,37 @@ class Engine:
         if patience is not None and waited >= patience and progress.update < self.settings.updates:
             progress.stopped_early = True
             self._emit(events.StoppedEarly(progress.update, waited))
-        return values, is_best
+        return values, gap, is_best
+
+    @contextmanager
+    def _as_average(self) -> Iterator[None]:
+        """The averaged weights inside, where they are used, with statistics of their own."""
+        average = self._average
+        if average is None or not average.in_use:
+            yield
+            return
+        measured = self._norms.reestimated(self._forwards()) if self._reestimates else nullcontext()
+        with average.swapped(), measured:
+            yield
+
+    @property
+    def _reestimates(self) -> bool:
+        measure = self._average is not None and self._average.settings.buffers == "measure"
+        return measure and bool(self._norms) and not self._norms.frozen(self.progress.update)
+
+    def _forwards(self) -> Iterator[Callable[[], object]]:
+        """A forward pass of each micro-batch of the run's first updates: the same ones
+        whenever they are asked for, so that what was evaluated is what is kept."""
+        before = self._batches.state()
+        self._batches.load(self._first_batches)
+        for _ in range(self.settings.batch_norm.reestimate_updates):
+            for pack in cut(self._batches.next(), self.settings.micro_batch, self._merge):
+                yield partial(self._forward, pack)
+        self._batches.load(before)
+
+    def _forward(self, pack: Pack) -> None:
+        with arithmetic(self.model, self.settings.precision):
+            self._objective.loss(self.model, pack)
 
     def _promote(self) -> int:
         """Leave the promised weights in the model; returns whose they are."""
@@ -369,6 +410,11 @@ class Engine:
         if average is None or not average.in_use:
             return 0
         average.put_into_model()
+        if self._reestimates:
+            modes = _modes(self.model)
+            self.model.eval()
+            self._norms.reestimate(self._forwards())
+            _set_modes(modes)
         self._emit(events.PromotedAverage(update, average.count, average.settings.decay))
         return average.count
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lehr.training.layers import FlowVerdict, LayerFlow
 from lehr.training.steps import EffectiveStep
 
 
@@ -147,6 +148,41 @@ class StepsMeasured(Event):
 
     update: int
     groups: tuple[EffectiveStep, ...]
+
+
+@dataclass(frozen=True)
+class MissingGradient(Event):
+    """Trained tensors that the first backward pass did not reach; they do not train."""
+
+    names: tuple[str, ...]
+    of: int
+
+
+@dataclass(frozen=True)
+class GradientFlowMeasured(Event):
+    """What reached each layer in `update`, first layer first, and the verdict on it."""
+
+    update: int
+    layers: tuple[LayerFlow, ...]
+    verdict: FlowVerdict
+
+
+@dataclass(frozen=True)
+class BatchNormAlarm(Event):
+    """Batch norms that do not do what they are for: `why`, and which."""
+
+    update: int
+    why: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BatchNormGap(Event):
+    """An evaluation with running statistics, and again with those of its own batches."""
+
+    update: int
+    values: Mapping[str, float]
+    as_in_training: Mapping[str, float]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from lehr.errors import Problem
 from lehr.training.averaging import AverageSettings
+from lehr.training.batch_norm import BatchNormSettings
 from lehr.training.float8_recipe import Float8Settings
 from lehr.training.loss_scale import LossScaleSettings
 from lehr.training.optimizers import OptimizerSettings, optimizer_problems
@@ -20,6 +21,7 @@ class EngineSettings:
     updates           applied updates; a skipped one is not counted
     learning_rate     peak of the schedule
     ema               average of the weights beside them; None = none
+    batch_norm        of a model that has batch norms
     clip              largest gradient norm (L2 over all trained tensors), None = no clipping
     precision         fp32 | bf16 | fp16 | fp8 | pure_bf16; a model with its own `compute_dtype`
                       has settled it already, any other module runs under autocast
@@ -27,6 +29,7 @@ class EngineSettings:
     fp8               of fp8; None = its defaults
     stochastic_rounding  of pure_bf16: round updates at random with the mean kept
     micro_batch       packs per backward: changes memory and speed, never the update
+    gradient_flow_every  updates between two measurements of each layer; None = never
     evaluate_every    updates between two evaluations; None = only after the last
     checkpoint_every  updates between two checkpoints; None = a tenth of the run
     checkpoints_kept  newest ones kept, besides the best
@@ -41,12 +44,14 @@ class EngineSettings:
     schedule: Schedule = field(default_factory=Schedule)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     ema: AverageSettings | None = None
+    batch_norm: BatchNormSettings = field(default_factory=BatchNormSettings)
     clip: float | None = 1.0
     precision: str = "fp32"
     loss_scale: LossScaleSettings | None = None
     fp8: Float8Settings | None = None
     stochastic_rounding: bool = False
     micro_batch: int = 1
+    gradient_flow_every: int | None = None
     evaluate_every: int | None = None
     checkpoint_every: int | None = None
     checkpoints_kept: int = 2
@@ -100,7 +105,7 @@ class EngineSettings:
                 for name, asked in unmet.items()
                 if asked
             ]
-        problems += optimizer_problems(self.optimizer)
+        problems += optimizer_problems(self.optimizer) + self.batch_norm.problems()
         if self.ema is not None:
             problems += self.ema.problems(self.updates)
         if _is_count(self.updates):
@@ -115,6 +120,7 @@ class EngineSettings:
 _COUNTS = {  # name -> may be None
     "updates": False,
     "micro_batch": False,
+    "gradient_flow_every": True,
     "evaluate_every": True,
     "checkpoint_every": True,
     "checkpoints_kept": False,

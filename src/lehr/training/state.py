@@ -17,11 +17,16 @@ from torch.optim import Optimizer
 from lehr import ranks
 from lehr.errors import Problem, RecipeError
 from lehr.models.precision import trained_dtype
+from lehr.training.batch_norm import batch_norms
 from lehr.training.checkpoint import Checkpoint
 
 if TYPE_CHECKING:  # settings are made of parts that stand on this module
     from lehr.training.settings import EngineSettings
 
+_WATCHING = (  # settings that change no number of the training
+    *("checkpoint_every", "checkpoints_kept", "nonfinite_limit", "stage"),
+    "gradient_flow_every",
+)
 _PACKAGES = ("lehr", "torch", "transformers", "safetensors")
 
 
@@ -59,10 +64,12 @@ def trained_parameters(model: nn.Module, precision: str = "fp32") -> dict[str, P
 def running_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Buffers that a forward pass may change (running statistics), by name.
 
-    A model that names its trained tensors answers for its buffers: they are constants.
+    A model that names its trained tensors answers for its buffers: they are constants, but
+    for the statistics of batch norms.
     """
     if isinstance(model, NamesItsTrained):
-        return {}
+        norms = batch_norms(model).items()
+        return {f"{name}.{key}": one for name, norm in norms for key, one in norm.named_buffers()}
     saved = model.state_dict()
     return {name: value for name, value in model.named_buffers() if name in saved}
 
@@ -144,7 +151,7 @@ def environment(trained: Mapping[str, Parameter]) -> dict[str, Any]:
 def numeric_settings(settings: EngineSettings) -> dict[str, Any]:
     """The settings that change numbers."""
     values = asdict(settings)
-    for name in ("checkpoint_every", "checkpoints_kept", "nonfinite_limit", "stage"):
+    for name in _WATCHING:
         del values[name]
     del values["optimizer"]["watch_every"]
     return values

@@ -70,12 +70,14 @@ def accumulate(
     precision: str,
     stop: Callable[[], bool] = lambda: False,
     scaled: Callable[[Tensor], Tensor] = lambda loss: loss,
+    counting: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Accumulated:
     """Backward through every micro-batch; gradients add up in the parameters.
 
     seed_names  names of the random stream of this update. Each micro-batch has its own
                 stream, so dropout is a pure function of run, update, micro-batch and rank.
     scaled      what is done to a micro-batch's share of the loss before its backward pass
+    counting    surrounds each forward pass, and no backward pass (which may recompute)
     Raises StopNow where `stop()` turns true between two micro-batches.
     """
     totals: list[tuple[int, Tensor]] = []
@@ -87,7 +89,7 @@ def accumulate(
         if weight == 0:  # excluded pairs do not exist: no forward, nothing to poison
             continue
         seed_dropout(seed_for(*seed_names, "micro", index, "rank", ranks.rank()), device)
-        with arithmetic(model, precision):
+        with arithmetic(model, precision), counting():
             loss = objective.loss(model, pack)
         if not loss.total.requires_grad:
             expected = "a loss that depends on a trained tensor: all are frozen, or detached"
