@@ -109,8 +109,9 @@ def rows_file(folder: Path, rows: int) -> Path:
     lines = []
     for number in range(rows):
         one = examples[number % len(examples)]
-        other = examples[(number * 7 + 3) % len(examples)]
-        question = f"{other.messages[0]['content']} {one.messages[0]['content']}"
+        before = [examples[(number * 7 + k * 31 + 3) % len(examples)] for k in range(12)]
+        asked = [str(other.messages[0]["content"]) for other in before[: 1 + number % 12]]
+        question = " ".join([*asked, str(one.messages[0]["content"])])
         turns = [{"role": "user", "content": question}, dict(one.messages[1])]
         lines.append(json.dumps({"messages": turns}))
     path.write_text("\n".join(lines) + "\n")
