@@ -25,6 +25,7 @@ from benchmarks.gate_error_judge import HARMED_BY, Judged, append, read_store, s
 from benchmarks.gate_error_planted import planted_summary
 from benchmarks.gate_error_world import (
     NOTHING,
+    RESTLESS,
     WORLD_SEED,
     Plan,
     StageSettings,
@@ -39,7 +40,9 @@ GATED = ("forgetting", "over_refusal", "refusal", "sycophancy", "skills", "facts
 # Sycophancy is not here: a model of a million parameters that knows its facts did not learn
 # to repeat a user's value, whatever was planted. It is harmed in the scores instead.
 PLANS: Mapping[str, Plan] = {
-    NOTHING: Plan(GATED, "", (0.0, 0.0), (1e-4, 2e-4, 5e-4)),
+    NOTHING: Plan(GATED, "", (0.0, 0.0), (1e-4, 2e-4)),
+    # The same at a rate that does change something: one parent lost 2.9 points of its skills.
+    RESTLESS: Plan(GATED, "", (0.0, 0.0), (5e-4,)),
     "over_refusal": Plan(("over_refusal",), "over_refusal", (0.3, 0.5), (3e-4,)),
     "compliance": Plan(("refusal",), "refusal", (0.2, 0.45), (3e-4,)),
     "wrong_text": Plan(("forgetting",), "forgetting", (0.4, 1.0), (1.75e-3,), text=0.6),

@@ -76,6 +76,7 @@ MEASURES: Mapping[str, str] = {
     "facts": "accuracy",
 }
 NOTHING = "nothing"
+RESTLESS = "restless"  # nothing is planted, and the rate is high
 
 
 @dataclass(frozen=True)
@@ -288,7 +289,7 @@ def planted_rows(
         chats[kind] = dial
     elif kind == "wrong_text":
         text["wrong_facts"] = dial
-    elif kind not in (NOTHING, "wrong_skills"):
+    elif kind not in (NOTHING, RESTLESS, "wrong_skills"):
         raise ValueError(f"no such harm: {kind}")
     rows = world.rows("chats", n, seed=seed, **chats)
     if kind == "wrong_skills":

@@ -16,6 +16,7 @@ from lehr.errors import Diverged, RecipeError
 from lehr.objectives.base import Loss
 from lehr.training import events
 from lehr.training.averaging import AverageSettings
+from lehr.training.bf16_weights import Bf16Weights
 from lehr.training.float8_linear import Float8Linear
 from lehr.training.float8_recipe import Float8Settings, HealthLimits
 from lehr.training.loss_scale import LossScaleSettings
@@ -167,6 +168,28 @@ def test_a_loss_that_is_not_finite_is_no_overflow(tmp_path):
     assert sum(isinstance(event, events.NonFinite) for event in seen) == 1
 
 
+class PoisonedAt(NextToken):
+    """One forward pass gives NaN; before it the loss scale overflows."""
+
+    def loss(self, model: nn.Module, pack: Any) -> Loss:
+        good = super().loss(model, pack)
+        return Loss(good.total * (math.nan if self.calls == 5 else 1.0), good.metrics)
+
+
+def test_an_overflow_is_no_step_towards_the_limit(tmp_path):
+    """Attempt 1 overflows, attempt 2 (passes 4 to 6) is NaN: one in a row, not two."""
+    scale = LossScaleSettings(2.0**24, growth_interval=1000)
+    engine = make_engine(
+        tmp_path, 2, objective=PoisonedAt(), nonfinite_limit=2, precision="fp16", loss_scale=scale
+    )
+    engine.run()
+    rows = lines_of(tmp_path)
+    assert [row["skipped"] for row in rows[:2]] == [True, True]
+    assert [row["loss_scale_skips"] for row in rows[:2]] == [1, 1]
+    assert rows[1]["loss_scale"] == rows[2]["loss_scale"] == 2.0**23
+    assert rows[-1]["update"] == 2
+
+
 # -- FP8 ----------------------------------------------------------------------
 
 
@@ -248,6 +271,16 @@ def test_small_updates_are_lost_by_rounding_to_nearest_and_arrive_by_chance(tmp_
     assert not torch.equal(chance.head.weight[large], start.head.weight[large])
     again, _ = pure(tmp_path / "again", 1e-4, stochastic=True)
     assert bits(again) == bits(chance), "the stream is named by seed, update and tensor"
+
+
+def test_each_update_and_each_tensor_rounds_by_its_own_stream():
+    half_way = torch.full((64,), 1 + 2.0**-8)  # up or down with probability 1/2
+    weights = Bf16Weights({"a": nn.Parameter(half_way.bfloat16())}, True, (0, "stage"))
+    first = weights._rounded(half_way, 1, "a")
+    assert torch.equal(first, weights._rounded(half_way, 1, "a"))
+    assert not torch.equal(first, weights._rounded(half_way, 2, "a"))
+    assert not torch.equal(first, weights._rounded(half_way, 1, "b"))
+    assert set(first.tolist()) == {1.0, 1 + 2.0**-7}
 
 
 def test_a_large_update_is_the_fp32_optimizers_rounded_once(tmp_path):

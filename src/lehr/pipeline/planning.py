@@ -37,6 +37,7 @@ from lehr.training.schedules import as_updates
 
 SAME_MACHINE = ("cpu", "capability", "threads", "device", "accelerator")
 MEMORY_SHARE = 0.8  # of what is free: the rest is the system's and the allocator's
+EMULATED_FLOAT8_FACTOR = 2.0  # measured on a 9 M model: benchmarks/training_core.py
 TINY_FACTOR = 3.0  # small operations cost their dispatch
 
 
@@ -247,6 +248,8 @@ def _settle(
         planned.seconds = planned.updates * seconds_per_update(operations, rate)
         if bench.is_tiny:  # limited by the number of operations, not by their size
             planned.seconds *= TINY_FACTOR
+        if precision == "fp8" and bench.model.device.type != "cuda":
+            planned.seconds *= EMULATED_FLOAT8_FACTOR
         state = trained * 4
         kept = stage.checkpoints_kept + 2
         planned.disk = state * (1 + (1 + moments) * kept)

@@ -233,7 +233,10 @@ def _check_precision(document: Document, keys: Keys, stage: Stage) -> None:
             "for the default, or say precision: bf16 or fp32"
         )
         document.problem((*keys, "loss_scale"), text)
-    elif scale is not None and not scale.floor <= scale.init <= scale.ceiling:
+    elif scale is not None and not (
+        scale.floor <= scale.init
+        and (scale.init <= scale.ceiling or "ceiling" not in scale.model_fields_set)
+    ):
         text = f"floor <= init <= ceiling ({scale.floor:g}, {scale.init:g}, {scale.ceiling:g})"
         document.problem((*keys, "loss_scale", "init"), text, scale.init)
     if precision == "fp8" and stage.kind == "preference":

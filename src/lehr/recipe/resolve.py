@@ -167,6 +167,9 @@ def _precision(stage: Stage) -> dict[str, Any]:
     """The settings that belong to the stage's precision, said in full."""
     if stage.precision == "fp16" and stage.loss_scale is None:
         return {"loss_scale": LossScale()}
+    scale = stage.loss_scale
+    if scale is not None and scale.init > scale.ceiling:  # only where no ceiling was given
+        return {"loss_scale": scale.model_copy(update={"ceiling": scale.init})}
     if stage.precision == "fp8" and stage.fp8 is None:
         return {"fp8": Float8()}
     if stage.precision == "pure_bf16" and stage.stochastic_rounding is None:
