@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import tree_pack
+from families import model_of, tree_pack
 from test_recompute import gradient, kept, trained
 
 from lehr.models.probe import probe_pack
@@ -80,6 +80,20 @@ def test_few_tokens_say_what_many_cost() -> None:
         assert few.bytes_of(96) == pytest.approx(many.bytes_of(96), rel=0.01)
         said, seen = few.operations_per_token(96), many.operations_per_token(96)
         assert said == pytest.approx(seen, rel=0.05)
+
+
+def test_cast_copies_of_weights_are_no_activations() -> None:
+    """bf16 with fp32 weights: a copy of every weight lives as well, whatever the tokens."""
+    model = model_of("Llama", precision="bf16", hidden_size=64, intermediate_size=192)
+    model.train_all()
+    model.train()
+    found = []
+    for count in (8, 32):
+        costs = Costs(model, probe_pack([(torch.arange(count) + 1, -1)]))
+        found.append([costs.of("none"), costs.of("selective"), costs.of("full")])
+        costs.stop()
+    for few, many in zip(*found, strict=True):
+        assert few.bytes_of(32) == pytest.approx(many.bytes_of(32), rel=0.01)
 
 
 def test_operations_of_full_in_closed_form() -> None:
