@@ -6,6 +6,7 @@ import pytest
 import torch
 from families import model_of, tree_pack
 from test_recompute import gradient, kept, trained
+from test_replay import Live
 
 from lehr.models.probe import probe_pack
 from lehr.models.recompute_costs import BlockCosts, BudgetTooSmall, Costs, spend
@@ -94,6 +95,19 @@ def test_cast_copies_of_weights_are_no_activations() -> None:
         costs.stop()
     for few, many in zip(*found, strict=True):
         assert few.bytes_of(32) == pytest.approx(many.bytes_of(32), rel=0.01)
+
+
+def test_a_measurement_leaves_nothing_alive() -> None:
+    """A hook that hands back what it was given ties a saved output to its own node for good."""
+    model, pack = deep("Llama", "adapter"), tree_pack()
+    own = [*model.network.parameters(), *model.network.buffers()]
+    live = Live()
+    with live:
+        costs = Costs(model, pack)
+        plain = costs.of("none").kept_bytes
+        costs.keeps_within(0.4)
+    assert live.bytes(own) < 0.01 * plain
+    costs.stop()
 
 
 def test_operations_of_full_in_closed_form() -> None:

@@ -92,7 +92,7 @@ def measuring(own: Sequence[Tensor] = ()) -> Iterator[Meter]:
 
     def seen(tensor: Tensor) -> Tensor:
         meter.add(tensor)
-        return tensor
+        return tensor.detach()  # a node that keeps its own output with its graph is never freed
 
     before, _here.meter = _here.meter, meter
     try:
