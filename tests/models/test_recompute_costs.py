@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import tree_pack
+from families import model_of, tree_pack
 from test_recompute import gradient, kept, trained
+from test_replay import Live
 
 from lehr.models.probe import probe_pack
 from lehr.models.recompute_costs import BlockCosts, BudgetTooSmall, Costs, spend
@@ -80,6 +81,33 @@ def test_few_tokens_say_what_many_cost() -> None:
         assert few.bytes_of(96) == pytest.approx(many.bytes_of(96), rel=0.01)
         said, seen = few.operations_per_token(96), many.operations_per_token(96)
         assert said == pytest.approx(seen, rel=0.05)
+
+
+def test_cast_copies_of_weights_are_no_activations() -> None:
+    """bf16 with fp32 weights: a copy of every weight lives as well, whatever the tokens."""
+    model = model_of("Llama", precision="bf16", hidden_size=64, intermediate_size=192)
+    model.train_all()
+    model.train()
+    found = []
+    for count in (8, 32):
+        costs = Costs(model, probe_pack([(torch.arange(count) + 1, -1)]))
+        found.append([costs.of("none"), costs.of("selective"), costs.of("full")])
+        costs.stop()
+    for few, many in zip(*found, strict=True):
+        assert few.bytes_of(32) == pytest.approx(many.bytes_of(32), rel=0.01)
+
+
+def test_a_measurement_leaves_nothing_alive() -> None:
+    """A hook that hands back what it was given ties a saved output to its own node for good."""
+    model, pack = deep("Llama", "adapter"), tree_pack()
+    own = [*model.network.parameters(), *model.network.buffers()]
+    live = Live()
+    with live:
+        costs = Costs(model, pack)
+        plain = costs.of("none").kept_bytes
+        costs.keeps_within(0.4)
+    assert live.bytes(own) < 0.01 * plain
+    costs.stop()
 
 
 def test_operations_of_full_in_closed_form() -> None:

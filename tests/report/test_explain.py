@@ -14,7 +14,7 @@ WANTED = set(
     """
     masks packing templates lora sft preference continued-pretraining schedules adamw clipping
     accumulation precision checkpoints resume evaluation forgetting refusal sycophancy export
-    microworld stage-cache ledger recipe audit attention head tiny
+    microworld recomputation stage-cache ledger recipe audit attention head tiny
     """.split()  # noqa: SIM905
 )
 

@@ -149,8 +149,9 @@ def _new_bytes(meter: Meter, values: Mapping[Any, torch.Tensor]) -> int:
     storages = {}
     for tensor in values.values():
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in meter.storages and storage.data_ptr() not in meter.own:
-            storages[storage.data_ptr()] = storage.nbytes()
+        at = storage.data_ptr()
+        if at not in meter.storages and at not in meter.own:
+            storages[at] = storage.nbytes()
     return sum(storages.values())
 
 

@@ -30,6 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lehr.models.surroundings import Surroundings, map_tensors
 
+_CASTS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "ViewBackward0")
 Key = int | tuple[int, int]  # position between units, or (unit, which of its inputs)
 
 
@@ -51,14 +52,14 @@ _here = _Here()
 class Meter:
     """What forward passes under `measuring()` keep, and what computing again costs.
 
-    own      storages that are no activations: weights and buffers
+    own      storages that are no activations: weights, their cast copies under autocast, buffers
     storages bytes by storage; blocks: bytes that each block added, in the order of the calls
     units    (block, unit, bytes that keeping it takes, operations that it saves)
     replays  of the blocks that will be computed again; operations: repeated by them so far, by unit
     fixed_bytes  of random states, beside the storages: the same for any number of tokens
     """
 
-    own: frozenset[int] = frozenset()
+    own: set[int] = field(default_factory=set)
     storages: dict[int, int] = field(default_factory=dict)
     blocks: list[int] = field(default_factory=list)
     units: list[tuple[int, str, int, float]] = field(default_factory=list)
@@ -66,14 +67,15 @@ class Meter:
     operations: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     fixed_bytes: int = 0
 
-    def add(self, tensor: Tensor) -> int:
-        """Bytes that this tensor adds to what is kept."""
-        storage = tensor.untyped_storage()
-        at = storage.data_ptr()
-        if at in self.own or at in self.storages:
-            return 0
-        self.storages[at] = storage.nbytes()
-        return storage.nbytes()
+    def add(self, tensor: Tensor) -> None:
+        """Count a tensor that is kept, once, unless it is a weight or a cast copy of one."""
+        if not self.is_weight(tensor):
+            self.storages[_at(tensor)] = _bytes(tensor)
+
+    def is_weight(self, tensor: Tensor) -> bool:
+        if _at(tensor) not in self.own and _cast_of_a_leaf(tensor):
+            self.own.add(_at(tensor))
+        return _at(tensor) in self.own
 
     @property
     def kept_bytes(self) -> int:
@@ -86,11 +88,11 @@ def measuring(own: Sequence[Tensor] = ()) -> Iterator[Meter]:
 
     A hook alone would see too little: what replays hold beside the graph counts as well.
     """
-    meter = Meter(frozenset(tensor.untyped_storage().data_ptr() for tensor in own))
+    meter = Meter({_at(tensor) for tensor in own})
 
     def seen(tensor: Tensor) -> Tensor:
         meter.add(tensor)
-        return tensor
+        return tensor.detach()  # a node that keeps its own output with its graph is never freed
 
     before, _here.meter = _here.meter, meter
     try:
@@ -224,8 +226,8 @@ class Replay:
     def _measure_unit(self, name: str, out: Tensor, operations: Callable[[], float]) -> None:
         meter = _here.meter
         assert meter is not None
-        sizes = {_at(tensor): _bytes(tensor) for tensor in (*self._beside, out)}
-        size = sum(size for at, size in sizes.items() if at not in meter.own)
+        kept = [tensor for tensor in (*self._beside, out) if not meter.is_weight(tensor)]
+        size = sum({_at(tensor): _bytes(tensor) for tensor in kept}.values())
         meter.units.append((len(meter.blocks), name, size, operations()))
         for tensor in self._beside:
             meter.add(tensor)
@@ -347,6 +349,8 @@ class Replay:
             self._found(position, tensor)
 
     def _found(self, key: Key, tensor: Tensor) -> None:
+        if _here.meter is not None:
+            _here.meter.is_weight(tensor)
         self._values[key] = tensor.detach()
         self._missing.discard(key)
         if not self._missing:
@@ -391,6 +395,14 @@ def _nothing(_: Any) -> Tensor:
 
 def _at(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _cast_of_a_leaf(tensor: Tensor) -> bool:
+    """Only cast, transposed or viewed since it was a leaf that trains."""
+    node = tensor.grad_fn
+    while node is not None and node.name() in _CASTS:
+        node = node.next_functions[0][0]
+    return node is not None and "AccumulateGrad" in node.name() and tensor.grad_fn is not node
 
 
 def _bytes(tensor: Tensor) -> int:

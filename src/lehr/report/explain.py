@@ -61,6 +61,9 @@ SYNONYMS = {
     "gguf": "export",
     "template": "templates",
     "checkpoint": "checkpoints",
+    "recompute": "recomputation",
+    "gradient-checkpointing": "recomputation",
+    "activation-checkpointing": "recomputation",
 }
 
 
