@@ -69,12 +69,14 @@ def accumulate(
     precision: str,
     stop: Callable[[], bool] = lambda: False,
     counting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    seen: Callable[[int, float], None] | None = None,
 ) -> Accumulated:
     """Backward through every micro-batch; gradients add up in the parameters.
 
     seed_names  names of the random stream of this update. Each micro-batch has its own
                 stream, so dropout is a pure function of run, update, micro-batch and rank.
     counting    surrounds each forward pass, and no backward pass (which may recompute)
+    seen        called with (examples, weight) after each backward pass
     Raises StopNow where `stop()` turns true between two micro-batches.
     """
     totals: list[tuple[int, Tensor]] = []
@@ -92,6 +94,8 @@ def accumulate(
             expected = "a loss that depends on a trained tensor: all are frozen, or detached"
             raise RecipeError(Problem("objective", expected))
         (loss.total / denominator).backward()
+        if seen is not None:
+            seen(len(pack.origins), weight)
         totals.append((index, loss.total.detach()))
         metrics.add(loss.metrics)
     values = read([total for _, total in totals])
