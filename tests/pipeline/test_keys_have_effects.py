@@ -120,6 +120,10 @@ IN_THE_PLAN: dict[str, tuple[dict[str, Any], Look]] = {
         {"learning_rate": 1e-3},
         lambda plan, _: plan["stages"][0]["curve"],
     ),
+    "stages.0.sft.scale_rate": (
+        {"scale_rate": {"found_at": 24}},
+        lambda plan, _: plan["stages"][0]["curve"],
+    ),
     "stages.0.sft.schedule.kind": (
         {"schedule": {"kind": "linear"}},
         lambda plan, _: plan["stages"][0]["curve"],
@@ -171,6 +175,15 @@ def test_keys_of_a_stage_show_in_the_plan(folder, plain, key):
     if "epochs" in keys:
         del recipe["stages"][0]["sft"]["max_updates"]
     assert look(*planned(folder, recipe)) != look(*plain)
+
+
+def test_a_rate_of_another_batch_size_is_scaled_and_the_reason_said(folder):
+    peaks = []
+    for rule in ("auto", "linear"):
+        plan, _ = planned(folder, sft(scale_rate={"found_at": 24, "rule": rule}))
+        peaks.append(plan["stages"][0]["learning_rate"])
+        assert any("found at batch size 24 becomes" in line for line in plan["findings"])
+    assert peaks == pytest.approx([1e-2 / 2, 1e-2 / 4])
 
 
 def test_overflow_says_what_becomes_of_long_rows(folder):
@@ -451,6 +464,19 @@ def test_the_gradient_flow_shows_in_metrics_and_events(run_dir, usual):
     names = [layer["name"] for layer in first["layers"]]
     assert len(names) >= 2 and all("layers." in name for name in names)
     assert not any(event["kind"] == "missing_gradient" for event in events)
+
+
+def test_the_noise_scale_shows_in_metrics_and_events(run_dir, usual_in_fp32):
+    keys = {"noise_scale_every": 1, "max_updates": 6, "packing": False, "precision": "fp32"}
+    place = trained(run_dir, "changed", sft(**keys))
+    rows = metrics(place)
+    assert all("noise.gradient_squared" in row for row in rows)
+    assert read(place.parent / "plan.json")["stages"][0]["micro_batch"] == 3
+    events = [json.loads(line) for line in (place.parent / "events.jsonl").read_text().splitlines()]
+    (said,) = [event["text"] for event in events if event["kind"] == "noise_scale"]
+    assert "noise scale" in said and "n 6" in said
+    with pytest.raises(RecipeError, match="noise_scale_every: at least two micro-batches"):
+        planned(run_dir, sft(noise_scale_every=1, pack_length=2048))
 
 
 def test_suites_show_and_export(run_dir, monkeypatch):

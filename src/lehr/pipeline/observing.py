@@ -81,6 +81,8 @@ def watch(events: Events) -> Callable[[Any], None]:
             text = f"gradient flow after update {event.update}: {event.verdict}"
             layers = [asdict(layer) for layer in event.layers]
             events.emit("gradient_flow", text, verdict=event.verdict.kind, layers=layers)
+        elif isinstance(event, engine.NoiseScaleMeasured):
+            events.emit("noise_scale", event.advice, **asdict(event.scale))
         elif isinstance(event, engine.BatchNormAlarm):
             text = f"batch norms {', '.join(event.names[:3])}: {event.why}"
             events.emit("batch_norm", text, names=list(event.names), why=event.why)

@@ -228,6 +228,13 @@ def _settle(
         planned.memory = memory(planned.recompute, planned.micro_batch)
         allowed = limit if earlier is None else max(limit, _allowed(recipe, 1.0))
         _require_memory(planned, planned.memory["peak"], allowed)
+        if stage.noise_scale_every is not None and len(packs) <= planned.micro_batch:
+            where = f"stages.{planned.index} noise_scale_every"
+            expected = (
+                f"at least two micro-batches in an update; it has {len(packs)} pack(s), "
+                f"micro_batch {planned.micro_batch}: raise batch_size or lower pack_length"
+            )
+            raise RecipeError(Problem(where, expected, stage.noise_scale_every))
         pairs = sum(int(one.targets.numel()) for one in packs)
         operations = operations_per_update(
             bench.model.config,
@@ -254,6 +261,8 @@ def _settle(
         kept = stage.checkpoints_kept + 2
         planned.disk = state * (1 + (1 + moments) * kept)
         planned.disk += parameters * 4 if planned.trains_all else 0
+        if planned.rate[1]:
+            planned.findings.append(f"{planned.folder_name}: {planned.rate[1]}")
         planned.findings += [
             f"{planned.folder_name}: {line}"
             for line in schedule_findings(
@@ -367,7 +376,7 @@ def _planned_entry(planned: PlannedStage, precision: str) -> dict[str, Any]:
         "updates": planned.updates,
         "tokens_per_update": planned.tokens_per_update,
         "seconds": round(planned.seconds, 1),
-        "learning_rate": planned.stage.learning_rate,
+        "learning_rate": settings.learning_rate,
         "curve": [settings.rate(index) for index in range(0, planned.updates, step)],
         "settled_for": planned.settled_for,
         "micro_batch": planned.micro_batch,

@@ -22,6 +22,7 @@ from lehr.stages.pretrain import pretrain
 from lehr.stages.sft import sft
 from lehr.training.averaging import AverageSettings
 from lehr.training.batch import choose_micro_batch
+from lehr.training.batch_rules import scaled_rate
 from lehr.training.optimizers import GroupRule, OptimizerSettings, beta2_of_half_life
 from lehr.training.progress import TrainingResult
 from lehr.training.schedules import Schedule
@@ -82,7 +83,7 @@ class PlannedStage:
             every = max(1, math.ceil(self.updates / EVALUATIONS_A_STAGE))
         return EngineSettings(
             updates=self.updates,
-            learning_rate=stage.learning_rate,
+            learning_rate=self.rate[0],
             schedule=_schedule(stage.schedule),
             optimizer=_optimizer(stage.optimizer, self.tokens_per_update),
             ema=_average(stage.ema),
@@ -93,6 +94,7 @@ class PlannedStage:
             stochastic_rounding=bool(stage.stochastic_rounding),
             micro_batch=self.micro_batch,
             gradient_flow_every=stage.gradient_flow_every,
+            noise_scale_every=stage.noise_scale_every,
             evaluate_every=every,
             checkpoint_every=stage.checkpoint_every,
             checkpoints_kept=stage.checkpoints_kept,
@@ -100,6 +102,16 @@ class PlannedStage:
             promote=stage.promote,
             stage=self.folder_name,
         )
+
+    @property
+    def rate(self) -> tuple[float, str]:
+        """The learning rate for this batch size; why it is not the recipe's, or nothing."""
+        stage, scale_rate = self.stage, self.stage.scale_rate
+        if scale_rate is None:
+            return float(stage.learning_rate), ""
+        found_at, rule = scale_rate.found_at, scale_rate.rule
+        kind = stage.optimizer.kind
+        return scaled_rate(stage.learning_rate, found_at, stage.batch_size, kind, rule)
 
     def first_packs(self, seed: int) -> list[Any]:
         """The packs of the first update: what planning measures."""
@@ -192,6 +204,8 @@ def settle_micro_batch(
         planned.micro_batch = planned.stage.micro_batch
         return "as the recipe says"
     packs = len(planned.first_packs(seed)) if packs_exactly else 1
+    if planned.stage.noise_scale_every is not None:  # two sizes of gradient in each update
+        packs = -(-packs // 2)
     chosen = choose_micro_batch(max(1, packs), estimate, limit_bytes)
     planned.micro_batch = chosen.packs
     return chosen.why

@@ -254,6 +254,15 @@ class Budget(Section):
     budget: PartialShare
 
 
+class ScaleRate(Section):
+    """The learning rate was found at another batch size."""
+
+    found_at: Count = Field(description="the batch size at which learning_rate was found")
+    rule: Literal["auto", "linear", "sqrt"] = Field(
+        default="auto", description="auto: linear for sgd, sqrt for what divides by the gradient"
+    )
+
+
 class Keep(Section):
     """What protects old abilities during a stage."""
 
@@ -265,7 +274,10 @@ class Keep(Section):
 class Stage(Grown):
     """Keys that every training stage has."""
 
-    LATER = ("ema", "loss_scale", "fp8", "stochastic_rounding", "gradient_flow_every")
+    LATER = (
+        *("ema", "loss_scale", "fp8", "stochastic_rounding", "gradient_flow_every"),
+        *("noise_scale_every", "scale_rate"),
+    )
 
     kind: StageKind
     name: Annotated[Name | None, BeforeValidator(as_nothing)] = None
@@ -289,6 +301,9 @@ class Stage(Grown):
         default=None, description="1 where neither epochs nor max_updates is given"
     )
     learning_rate: NotNegative = 1e-4
+    scale_rate: ScaleRate | None = Field(
+        default=None, description="learning_rate is of another batch size: scale it"
+    )
     schedule: Schedule = Field(default_factory=Schedule)
     optimizer: Optimizer = Field(default_factory=Optimizer)
     ema: Annotated[Ema | None, BeforeValidator(as_decay)] = Field(
@@ -315,6 +330,9 @@ class Stage(Grown):
     keep: Keep = Field(default_factory=Keep)
     gradient_flow_every: Annotated[Count | None, BeforeValidator(as_nothing)] = Field(
         default=None, description="updates between two measurements of each layer's gradient"
+    )
+    noise_scale_every: Annotated[Count | None, BeforeValidator(as_nothing)] = Field(
+        default=None, description="updates between two measurements of gradient signal and noise"
     )
     evaluate_every: Annotated[Count | None, BeforeValidator(as_nothing)] = Field(
         default=None, description="updates"

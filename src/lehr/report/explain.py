@@ -36,6 +36,7 @@ SYNONYMS = {
     "wsd": "schedules",
     "ema": "averaging",
     "batchnorm": "batch-norm",
+    "noise-scale": "batch-size",
     "gradients": "gradient-flow",
     "backpropagation": "gradient-check",
     "gradcheck": "gradient-check",

@@ -31,6 +31,7 @@ from lehr.training.batch_norm import BatchNorms
 from lehr.training.gradient_flow import GradientFlow
 from lehr.training.interrupts import Interrupts
 from lehr.training.metrics import MetricsFile, strict
+from lehr.training.noise_meter import NoiseMeter
 from lehr.training.numerics import Numerics
 from lehr.training.optimizers import GroupRule, make_optimizer, set_rate
 from lehr.training.progress import Progress, TrainingResult, result_of
@@ -117,6 +118,7 @@ class Engine:
         self._norms = BatchNorms(model, settings.batch_norm, self._emit)
         every = settings.gradient_flow_every
         self._flow = GradientFlow(model, self._trained, every, self._emit)
+        self._noise = NoiseMeter(self._trained, settings.noise_scale_every, self._emit)
         self._optimizer = make_optimizer(self.numerics.moved, settings.optimizer, rules)
         ema = settings.ema
         self._average = None if ema is None else Average(ema, self._trained, self._buffers)
@@ -148,6 +150,7 @@ class Engine:
             if self._average is not None:
                 self._average.begin()
             self._store.resume(self.progress, self._batches, self._metrics)
+            self._noise.recall(self._metrics.path)
             gradients.require_equal_start(self._trained)
             resumed_from = self.progress.update
             self._known_bad = self._store.known_bad()
@@ -158,6 +161,7 @@ class Engine:
                 self._next()
             self._save()
             self._stop_if_asked()
+            self._noise.conclude(self.progress.update)
             promoted_update = self._promote()
             averaged = self._promote_average(promoted_update)
         return result_of(self.progress, promoted_update, resumed_from, averaged)
@@ -198,10 +202,11 @@ class Engine:
                 self.progress.passed_over(known)
         else:
             flow = self._flow.begin(self.progress.update + 1)
+            noise = self._noise.columns(self.progress.update + 1, data.denominator)
             gradients.clip_to(self._trained, verdict.norm, self.settings.clip)
             set_rate(self._optimizer, learning_rate)
             steps |= self._step(self.progress.update + 1) | self._norms.apply()
-            steps |= self._flow.end(flow)
+            steps |= self._flow.end(flow) | noise
             self.progress.applied(data.tokens, data.supervised_tokens, verdict.loss)
             columns, fallen = self.numerics.applied(self.progress.update)
             steps |= columns
@@ -274,6 +279,7 @@ class Engine:
             self._may_stop_inside,
             self.numerics.scaled,
             self._norms.counting,
+            self._noise.seen(self.progress.update + 1),
         )
         self._flow.name_missing()
         gradients.sum_over_ranks(self._trained)

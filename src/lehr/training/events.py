@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lehr.training.layers import FlowVerdict, LayerFlow
+from lehr.training.noise_scale import NoiseScale
 from lehr.training.steps import EffectiveStep
 
 
@@ -165,6 +166,16 @@ class GradientFlowMeasured(Event):
     update: int
     layers: tuple[LayerFlow, ...]
     verdict: FlowVerdict
+
+
+@dataclass(frozen=True)
+class NoiseScaleMeasured(Event):
+    """The gradient noise scale at the end of a run, and what it says about the batch size."""
+
+    update: int
+    scale: NoiseScale
+    batch_size: float
+    advice: str
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class EngineSettings:
     stochastic_rounding  of pure_bf16: round updates at random with the mean kept
     micro_batch       packs per backward: changes memory and speed, never the update
     gradient_flow_every  updates between two measurements of each layer; None = never
+    noise_scale_every  updates between two measurements of signal and noise; None = never
     evaluate_every    updates between two evaluations; None = only after the last
     checkpoint_every  updates between two checkpoints; None = a tenth of the run
     checkpoints_kept  newest ones kept, besides the best
@@ -52,6 +53,7 @@ class EngineSettings:
     stochastic_rounding: bool = False
     micro_batch: int = 1
     gradient_flow_every: int | None = None
+    noise_scale_every: int | None = None
     evaluate_every: int | None = None
     checkpoint_every: int | None = None
     checkpoints_kept: int = 2
@@ -91,6 +93,9 @@ class EngineSettings:
             self.stochastic_rounding,
             self.ema is not None,
         )
+        if self.precision == "fp16" and self.noise_scale_every is not None:
+            expected = "none with fp16: its micro-batches' gradients are scaled"
+            problems.append(Problem("noise_scale_every", expected, self.noise_scale_every))
         if self.promote not in ("last", "best"):
             problems.append(Problem("promote", "last or best", self.promote))
         if not has_evaluation:
@@ -121,6 +126,7 @@ _COUNTS = {  # name -> may be None
     "updates": False,
     "micro_batch": False,
     "gradient_flow_every": True,
+    "noise_scale_every": True,
     "evaluate_every": True,
     "checkpoint_every": True,
     "checkpoints_kept": False,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # settings are made of parts that stand on this module
 
 _WATCHING = (  # settings that change no number of the training
     *("checkpoint_every", "checkpoints_kept", "nonfinite_limit", "stage"),
-    "gradient_flow_every",
+    *("gradient_flow_every", "noise_scale_every"),
 )
 _PACKAGES = ("lehr", "torch", "transformers", "safetensors")
 

@@ -71,6 +71,7 @@ def accumulate(
     stop: Callable[[], bool] = lambda: False,
     scaled: Callable[[Tensor], Tensor] = lambda loss: loss,
     counting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    seen: Callable[[int, float], None] | None = None,
 ) -> Accumulated:
     """Backward through every micro-batch; gradients add up in the parameters.
 
@@ -78,6 +79,7 @@ def accumulate(
                 stream, so dropout is a pure function of run, update, micro-batch and rank.
     scaled      what is done to a micro-batch's share of the loss before its backward pass
     counting    surrounds each forward pass, and no backward pass (which may recompute)
+    seen        called with (examples, weight) after each backward pass
     Raises StopNow where `stop()` turns true between two micro-batches.
     """
     totals: list[tuple[int, Tensor]] = []
@@ -95,6 +97,8 @@ def accumulate(
             expected = "a loss that depends on a trained tensor: all are frozen, or detached"
             raise RecipeError(Problem("objective", expected))
         scaled(loss.total / denominator).backward()
+        if seen is not None:
+            seen(len(pack.origins), weight)
         totals.append((index, loss.total.detach()))
         metrics.add(loss.metrics)
     values = read([total for _, total in totals])
