@@ -55,4 +55,12 @@ def __getattr__(name: str) -> Any:
     # Torch and transformers take seconds to import: only what is asked for is loaded.
     if name in _WHERE:
         return getattr(import_module(_WHERE[name]), name)
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("lehr")
     raise AttributeError(f"module 'lehr' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -120,3 +120,12 @@ def test_pages_that_texts_send_people_to_exist():
         for topic in re.findall(r"lehr explain ([a-z][a-z-]+)", path.read_text(encoding="utf-8"))
     }
     assert named and named <= known, named - known
+
+
+def test_the_package_shows_its_verbs_and_its_version(capsys):
+    assert {"run", "plan", "audit", "evaluate", "load_recipe"} <= set(dir(lehr))
+    assert "import_module" not in dir(lehr)
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.strip() == f"lehr {lehr.__version__}"

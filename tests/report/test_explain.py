@@ -84,3 +84,10 @@ def test_files_are_package_data() -> None:
         names = [entry.name for entry in (report / folder).iterdir()]
         # A folder is found by the build only where it is a package.
         assert "__init__.py" in names and any(name.endswith(ending) for name in names)
+
+
+def test_a_page_with_a_number_does_not_say_that_there_is_none():
+    assert "not measured yet" in explain("sft")
+    record_measurement("sft", "loss fell by 1 nat")
+    page = explain("sft")
+    assert "loss fell by 1 nat" in page and "not measured yet" not in page

@@ -35,6 +35,23 @@ Overrides = Annotated[
 Out = Annotated[Path | None, typer.Option("--out", help="Folder of the run (else the recipe's).")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        import lehr
+
+        print(f"lehr {lehr.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and end.")
+    ] = False,
+) -> None:
+    """make for post-training: from a language model to a checked assistant on one machine."""
+
+
 @app.command()
 def run(
     recipe: Annotated[Path, typer.Argument(help="A recipe, for example examples/demo.yaml")],
@@ -237,7 +254,7 @@ def _run(arguments: list[str], as_json: bool) -> int:
         return report_error(error, as_json)
     except (KeyboardInterrupt, typer.Abort):
         print(file=sys.stderr)
-        problem = Problem("interrupted", "the same command: it goes on from here")
+        problem = Problem("interrupted", "the same command, which goes on from here")
         return report_error(Interrupted(problem), as_json)
     except MemoryError:
         problem = Problem(where="memory", expected="more memory than this machine could give")

@@ -64,10 +64,7 @@ def describe_machine(measure: bool = False) -> Machine:
     device = "cuda" if cuda else "cpu"
     rates: dict[str, float] = {}
     if measure:
-        rates = {
-            name: measure_gemm(dtype, device=device)
-            for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
-        }
+        rates = measure_rates(device)
     return Machine(
         cpu=_cpu_name(),
         cores=_usable_cores(),
@@ -79,6 +76,19 @@ def describe_machine(measure: bool = False) -> Machine:
         system=f"{platform.system()} {platform.machine()}".strip(),
         gemm_gflops=rates,
     )
+
+
+def measure_rates(device: str = "cpu", rounds: int = 3) -> dict[str, float]:
+    """Matrix-product rates by precision: the best of rounds taken in turn.
+
+    A machine that is busy for a moment slows both, and not the one that was measured then.
+    """
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    found = dict.fromkeys(dtypes, 0.0)
+    for _ in range(rounds):
+        for name, dtype in dtypes.items():
+            found[name] = max(found[name], measure_gemm(dtype, 0.3 / rounds, device))
+    return found
 
 
 def measure_gemm(dtype: torch.dtype, seconds: float = 0.3, device: str = "cpu") -> float:
@@ -128,8 +138,7 @@ def choose_precision(
     if requested != "auto":
         return requested, "the recipe says so"
     if rates is None:
-        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-        rates = {name: measure_gemm(dtype, device=device) for name, dtype in dtypes.items()}
+        rates = measure_rates(device)
     single, brain = rates.get("fp32", 0.0), rates.get("bf16", 0.0)
     if single <= 0 or brain <= 0:
         return "fp32", "the speed of bf16 products could not be measured"

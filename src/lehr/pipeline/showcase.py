@@ -40,15 +40,39 @@ class Shown:
 
 
 def shown_prompts(recipe: Any, sources: Mapping[str, ReadSource]) -> list[Shown]:
-    """The recipe's own prompts, else the microworld's, else four of lehr's."""
+    """The recipe's own prompts, else the microworld's, else a held-out one and lehr's."""
     world = next((source.world for source in sources.values() if source.world), None)
     if world is not None and not recipe.show:
         return [
             Shown(WORLD_KINDS.get(item.kind, item.kind), item.question, tuple(item.prompt))
             for item in world.showcase()
         ]
-    texts = [("prompt", text) for text in recipe.show] or list(PLAIN_PROMPTS)
-    return [Shown(kind, text, ({"role": "user", "content": text},)) for kind, text in texts]
+    if recipe.show:
+        return [_asked("prompt", text) for text in recipe.show]
+    own = _held_out(sources)
+    others = [_asked(kind, text) for kind, text in PLAIN_PROMPTS]
+    return others if own is None else [own, *others[1:]]
+
+
+def _asked(kind: str, text: str) -> Shown:
+    return Shown(kind, text, ({"role": "user", "content": text},))
+
+
+def _held_out(sources: Mapping[str, ReadSource]) -> Shown | None:
+    """The shortest held-out question of the first conversations: what the run is about."""
+    for source in sources.values():
+        asked = []
+        for example in source.heldout:
+            turns = tuple(turn for turn in example.messages if turn["role"] != "system")
+            last = turns[-1] if turns else None
+            if len(turns) == 2 and last is not None and last["role"] == "assistant":
+                question = turns[0].get("content")
+                if isinstance(question, str) and question.strip():
+                    asked.append((len(question), question, example.messages[:-1]))
+        if asked:
+            _, question, messages = min(asked, key=lambda one: one[:2])
+            return Shown("held out", " ".join(question.split()), tuple(messages))
+    return None
 
 
 def answers(model: Any, encoder: Any, shown: Sequence[Shown]) -> list[dict[str, str]]:

@@ -27,17 +27,30 @@ def lineage_steps(run: RunFiles) -> list[tuple[str, str, str]]:
                 )
             )
     for export in objects(run.ledger.get("exports")):
-        parity = ", ".join(
-            f"{text(name).replace('_', ' ')} {_value(value)}"
-            for name, value in mapping(export.get("parity")).items()
-        )
-        steps.append((f"export {text(export.get('kind'))}", text(export.get("path")), parity))
+        found = parity_words(mapping(export.get("parity")))
+        steps.append((f"export {text(export.get('kind'))}", text(export.get("path")), found))
     return steps
+
+
+def parity_words(parity: Mapping[str, object]) -> str:
+    """An export's parity as a sentence; empty where it was not checked."""
+    if not parity:
+        return ""
+    if text(parity.get("problem")):
+        return f"NOT what was trained: {text(parity['problem'])}"
+    positions = plain(parity.get("positions"), 0)
+    if parity.get("cast"):
+        near = f"KL {plain(parity.get('kl'), 6)} nats a token, as rounded"
+    elif number(parity.get("gap")):
+        near = f"at most {number(parity['gap']):.0e} nats apart"
+    else:
+        near = "bit for bit"
+    return f"the same as trained, {near}, on {positions} tokens"
 
 
 def _value(value: object) -> str:
     if isinstance(value, bool):
-        return "yes" if value else "NO"
+        return "yes" if value else "no"
     return plain(value, 5) if number(value) is not None else text(value)
 
 

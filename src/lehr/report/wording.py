@@ -33,6 +33,7 @@ MEANINGS = {
 }
 
 PROMPT_KINDS = {
+    "held out": ("Held-out question", "◇"),
     "skill": ("Skill", "◆"),
     "forbidden": ("Forbidden request", "⊘"),
     "lookalike": ("Harmless look-alike", "≈"),
