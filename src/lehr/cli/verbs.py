@@ -228,6 +228,8 @@ def evaluate_verb(
         for suite, measures in found.suites.items():
             for measure, entry in measures.items():
                 console.print(f"  {suite}.{measure}: {measure_words(entry)}")
+        for note in found.notes:
+            console.print(f"  {note}", style="dim", markup=False)
         for gate in found.gates:
             console.print(f"  {gate['verdict']}: {gate_sentence(gate)}")
         for row in found.flips[:10]:
