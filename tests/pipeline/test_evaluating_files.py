@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.pipeline.small import write_rows
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from lehr.errors import RecipeError
 from lehr.pipeline.comparing import evaluate
 
-CHATS = [{"messages": [{"role": "user", "content": f"Which {n}?"},
-                       {"role": "assistant", "content": f"It is {n}."}]} for n in range(3)]  # fmt: skip
+CHATS = [
+    {
+        "messages": [
+            {"role": "user", "content": f"Which {n}?"},
+            {"role": "assistant", "content": f"It is {n}."},
+        ]
+    }
+    for n in range(3)
+]
 TEXTS = [{"text": f"The door number {n} is red."} for n in range(4)]
 PAIRS = [{"prompt": f"Say {n}", "chosen": "yes", "rejected": "not so"} for n in range(5)]
 LABELLED = {"prompt": "a", "completion": "b", "label": True}
@@ -75,7 +81,7 @@ def test_rows_without_a_measure_are_said_or_refused(tmp_path, saved_base):
         "messages": [{"role": "user", "content": "Which door? " * 900}, CHATS[0]["messages"][1]]
     }
     path = write_rows(tmp_path / "d.jsonl", [long])
-    with pytest.raises(RecipeError, match="1 of 1 cannot .*no supervised token within"):
+    with pytest.raises(RecipeError, match=r"1 of 1 cannot .*no supervised token within"):
         evaluate(str(saved_base), ["d"], data=[path])
     write_rows(path, [*CHATS, long, {"messages": None}])
     found, notes = measured(saved_base, path, suites=["d"])
@@ -113,8 +119,6 @@ def test_a_short_context_names_suite_and_model(tmp_path, short):
     )
 
 
-def test_a_context_of_another_model_is_no_limit(saved_base):
-    assert json.loads((saved_base / "config.json").read_text())["max_position_embeddings"] == 512
-    assert LlamaForCausalLM.from_pretrained(saved_base).config.vocab_size
+def test_a_suite_that_fits_is_measured(saved_base):
     found = evaluate(str(saved_base), ["over_refusal"], items=2)
-    assert found.suites["over_refusal"]["rate"]["n"] == 2
+    assert found.suites["over_refusal"]["rate"]["n"] == 2 and not found.notes

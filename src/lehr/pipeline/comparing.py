@@ -23,7 +23,7 @@ from lehr.evaluation.scoring import Scores
 from lehr.evaluation.suites import Suite, stamp_of
 from lehr.generation.decode import context_length
 from lehr.models.loading import load_model
-from lehr.models.tokenizer import stop_ids_of
+from lehr.models.tokenizer import require_rows, stop_ids_of
 from lehr.pipeline.admission import admit
 from lehr.pipeline.data_suites import MAX_LENGTH, data_suites
 from lehr.pipeline.judging import common, interval_json
@@ -120,7 +120,12 @@ def evaluate(
 
 
 def encoder_of(model: Any) -> Encoder:
-    """The encoder of a loaded model, with its own template."""
+    """The encoder of a loaded model, with its own template.
+
+    Raises RecipeError where the tokenizer has ids that the model has no row for.
+    """
+    rows = int(model.network.get_input_embeddings().weight.shape[0])
+    require_rows(model.tokenizer, rows, model.name)
     template = Template.from_tokenizer(model.tokenizer) if model.tokenizer.chat_template else None
     return Encoder(
         model.tokenizer, template, date=NEUTRAL_DATE, stop_ids=stop_ids_of(model.network)
