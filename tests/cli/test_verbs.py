@@ -249,7 +249,7 @@ def test_evaluate(lehr, finished, work):
     few = ("--suites", "forgetting,text,chats", "--items", 12)
     said = lehr("evaluate", run, *data, *few, "--json")
     assert said.status == 0
-    assert set(said.value) == {"suites", "flips", "gates", "verdict"}
+    assert set(said.value) == {"suites", "flips", "gates", "verdict", "notes"}
     assert said.value["verdict"] == "measured"
     for measures in said.value["suites"].values():
         for entry in measures.values():

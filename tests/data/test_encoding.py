@@ -139,7 +139,10 @@ TRAINED = {
 }
 SPLIT_NOTES = {
     "thinking_prompt": [NOTE_PROMPT_SPLIT, NOTE_JOINED, NOTE_THINK_CLOSED],
-    "history": [NOTE_HISTORY_SPLIT],
+    "history": [
+        NOTE_HISTORY_SPLIT,
+        "the template changes white space inside content of a assistant turn",
+    ],
     "glm": [NOTE_STOP_SPLIT, NOTE_EOS_ADDED],
     "channels": [NOTE_STOP_SPLIT],
 }

@@ -10,6 +10,7 @@ from rich.columns import Columns
 from rich.console import Console
 from rich.panel import Panel
 
+from lehr.cli.arguments import require_text
 from lehr.errors import Problem, RecipeError
 
 
@@ -37,6 +38,7 @@ def answer_once(
     """(name, answer) of each model to one prompt."""
     from lehr.evaluation.behaviour import greedy_answers
 
+    require_text(prompt, "--prompt")
     talk = [{"role": "user", "content": prompt}]
     return [
         (name, greedy_answers(model, [talk], encoder, max_new_tokens=tokens)[0])
@@ -47,6 +49,8 @@ def answer_once(
 def converse(names: Sequence[str], template: str, prompt: str | None, tokens: int) -> int:
     """Answer one prompt, or lines from the terminal until it ends."""
     console = Console(highlight=False)
+    if prompt is not None:
+        require_text(prompt, "--prompt")
     speakers = load_speakers(names, template)
     if prompt is not None:
         _answer(
@@ -58,9 +62,16 @@ def converse(names: Sequence[str], template: str, prompt: str | None, tokens: in
     while True:
         try:
             line = input("you> ")
+            require_text(line, "a line")
         except EOFError:
             print(file=sys.stderr)
             return 0
+        except UnicodeDecodeError:
+            console.print("[dim]That was no UTF-8 text.[/]")
+            continue
+        except RecipeError as error:
+            console.print(str(error), style="dim", markup=False)
+            continue
         if not line.strip():
             talks = [[] for _ in speakers]
             console.print("[dim]a new conversation[/]")

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lehr.cli.arguments import about_a_name, require_arguments
 from lehr.errors import Interrupted, LehrError, OutOfResources, Problem, RecipeError
 
 app = typer.Typer(
@@ -246,6 +247,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(arguments: list[str], as_json: bool) -> int:
     try:
+        require_arguments(arguments)
         result: Any = app(args=arguments, standalone_mode=False, prog_name="lehr")
         if result == Interrupted.exit_status:  # the parser swallowed a Ctrl-C
             raise KeyboardInterrupt
@@ -267,7 +269,8 @@ def _run(arguments: list[str], as_json: bool) -> int:
                 where=str(error.filename or "disk"), expected="free space on the disk"
             )
             return report_error(OutOfResources(problem), as_json)
-        return _bug(error, as_json)
+        told = about_a_name(error)
+        return _bug(error, as_json) if told is None else report_error(told, as_json)
     except typer.Exit as leave:
         return int(leave.exit_code)
     except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -178,7 +179,8 @@ def _plan_data(paths: Sequence[Path], model: str | None, out: Path | None, as_js
         say_json({"recipe": text, "path": str(target)})
     else:
         print(text)
-        print(f"# written to {target}; next: lehr plan {target}", file=sys.stderr)
+        again = shlex.quote(str(target))
+        print(f"# written to {target}; next: lehr plan {again}", file=sys.stderr)
     return 0
 
 
@@ -205,7 +207,7 @@ def audit_verb(
         for reason, entry in source["dropped"].items():
             console.print(f"  [yellow]{entry['rows']:,} dropped[/]: {reason} ({entry['first']})")
         for note in source["notes"]:
-            console.print(f"  {note}", style="dim")
+            console.print(f"  {note}", style="dim", markup=False)
     for finding in found.findings:
         places = ", ".join(finding["examples"][:3])
         console.print(f"[yellow]{finding['kind']}[/]: {finding['sentence']} ({places})")
@@ -242,6 +244,8 @@ def evaluate_verb(
         for suite, measures in found.suites.items():
             for measure, entry in measures.items():
                 console.print(f"  {suite}.{measure}: {measure_words(entry)}")
+        for note in found.notes:
+            console.print(f"  {note}", style="dim", markup=False)
         for gate in found.gates:
             console.print(f"  {gate['verdict']}: {gate_sentence(gate)}")
         for row in found.flips[:10]:

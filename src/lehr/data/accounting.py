@@ -9,6 +9,22 @@ from typing import Any
 from lehr.data.formats import Dropped
 
 
+def gathered(notes: Iterable[str]) -> list[str]:
+    """Notes of single rows, "text (file:line)", once for each text with the number of rows.
+
+    >>> gathered(["cut (a:1)", "cut (a:7)", "lost (a:2)"])
+    ['cut (2 rows, first a:1)', 'lost (a:2)']
+    """
+    places: dict[str, list[str]] = {}
+    for note in notes:
+        text, _, place = note.rpartition(" (")
+        places.setdefault(text, []).append(place)
+    return [
+        f"{text} ({found[0]}" if len(found) == 1 else f"{text} ({len(found)} rows, first {found[0]}"
+        for text, found in places.items()
+    ]
+
+
 @dataclass
 class Accounting:
     """The rows and tokens of one source. kept + heldout + dropped == rows, always.

@@ -70,6 +70,7 @@ def findings(
         for check in _ROW_CHECKS:
             found += check(source, examples)
     found += _across_sources(examples_by_source)
+    found += _held_out_elsewhere(examples_by_source, heldout_by_source)
     for source, encoded in (encoded_by_source or {}).items():
         found += _unsupervised(source, encoded)
     return found
@@ -148,6 +149,33 @@ def _across_sources(examples_by_source: Mapping[str, Sequence[Example]]) -> list
         found += _finding(
             "in two sources", source, listed, "{n} also in another source of the recipe"
         )
+    return found
+
+
+def _held_out_elsewhere(
+    examples_by_source: Mapping[str, Sequence[Example]],
+    heldout_by_source: Mapping[str, Sequence[Example]],
+) -> list[Finding]:
+    """Rows that one source holds out and another one trains on."""
+    trained: dict[str, list[str]] = {}
+    for source, examples in examples_by_source.items():
+        for key in {example.content_key() for example in examples}:
+            trained.setdefault(key, []).append(source)
+    found: list[Finding] = []
+    for source, heldout in heldout_by_source.items():
+        places: dict[str, list[Origin]] = {}
+        for example in heldout:
+            for other in trained.get(example.content_key(), ()):
+                if other != source:
+                    places.setdefault(other, []).append(example.origin)
+        for other, listed in places.items():
+            found += _finding(
+                "held out here, trained on there",
+                source,
+                listed,
+                f"{{n}} of {len(heldout):,} held out also trained on in source {other}: held-out "
+                f"measures of {source} are too good; hold the same rows out of both",
+            )
     return found
 
 

@@ -22,7 +22,7 @@ from lehr.data.encoded_rows import (
     Encoding,
     as_encoded,
 )
-from lehr.data.losses import losses
+from lehr.data.losses import losses, own_words
 from lehr.data.sequences import Sequencer, TokenSequence
 from lehr.data.shapes import Encoded, Example, Origin
 from lehr.data.templates import Template, TemplateRaised
@@ -33,7 +33,7 @@ from lehr.streams import content_hash
 
 Overflow = Literal["truncate", "drop", "split"]
 
-ENCODING_VERSION = 1  # raised by every change that can change an id or a mask
+ENCODING_VERSION = 2  # raised by every change that can change an id or a mask
 
 
 class Encoder:
@@ -229,6 +229,7 @@ class Encoder:
         try:
             script, found = turns.whole(messages, trained, tools)
             notes += found + losses(script.rendered, messages, tools)
+            notes += own_words(script, messages)
             return [script]
         except DoesNotFit as why:
             if sum(trained) > 1:
@@ -243,6 +244,7 @@ class Encoder:
             except DoesNotFit:
                 script, found = turns.joined(part, tools)
             notes += found + losses(script.rendered, part, tools)
+            notes += own_words(script, part)
             scripts.append(script)
         return scripts
 

@@ -62,18 +62,35 @@ class Rendered:
             for match in _RUN_OF_ONE_ORIGIN.finditer(self.codes)
         ]
 
-    def kept(self, message: int, part: int, source: str) -> bool:
-        """Whether all of `source`, white space apart, is in the text as that field's."""
+    def written(self, message: int, part: int) -> str:
+        """All characters of one field of one message, in the order of the text."""
         origin = code(1 + message, part)
-        if self.codes.count(origin) >= len(source.strip()):
-            return True
-        letters = zip(self.text, self.codes, strict=True)
-        found = sum(1 for letter, owner in letters if owner == origin and not letter.isspace())
-        return found >= len("".join(source.split()))
+        start, end = self.codes.find(origin), self.codes.rfind(origin) + 1
+        if start < 0:
+            return ""
+        if self.codes.count(origin) == end - start:
+            return self.text[start:end]
+        pairs = zip(self.text[start:end], self.codes[start:end], strict=True)
+        return "".join(letter for letter, owner in pairs if owner == origin)
+
+    def kept(self, message: int, part: int, source: str) -> bool:
+        """Whether that field is in the text once and unchanged, white space apart."""
+        return squeezed(self.written(message, part)) == squeezed(source)
+
+    def times(self, message: int, part: int, source: str) -> int:
+        """How often the field is in the text whole and with nothing else; 0 where it is not."""
+        said, wanted = squeezed(self.written(message, part)), squeezed(source)
+        count = len(said) // len(wanted) if wanted else 0
+        return count if count and said == wanted * count else 0
 
     def mentions(self, owner: int) -> bool:
         """Whether any character of that owner is in the text."""
         return any(run.owner == owner for run in self.runs)
+
+
+def squeezed(text: str) -> str:
+    """The text without its white space."""
+    return "".join(text.split())
 
 
 def _owner(origin: str) -> int:

@@ -15,6 +15,7 @@ from lehr.errors import Problem, RecipeError
 # The csv module refuses cells above 128 KiB unless told otherwise; the limit must fit a C long.
 _CELL_LIMIT = 2**31 - 1
 _BATCH_ROWS = 512
+SAME_NAMES = "two columns have the same name: the last one was used"
 
 
 def read_csv(stream: BinaryIO, path: Path) -> Iterator[Row]:
@@ -43,8 +44,7 @@ def read_csv(stream: BinaryIO, path: Path) -> Iterator[Row]:
     except csv.Error:
         raise RecipeError(Problem(f"{path}:{skipped + 1}", "a CSV header line")) from None
     header = [name.strip() for name in header]
-    if len(set(header)) != len(header):
-        notes.append("two columns have the same name: the last one was used")
+    notes += _same_names(header)
     yield from _csv_rows(reader, header, skipped, tuple(notes))
 
 
@@ -137,9 +137,40 @@ def read_parquet(source: Path | BinaryIO, path: Path) -> Iterator[Row]:
                 return
             if batch is None:
                 return
-            for value in batch.to_pylist():
+            columns = [_cells(column) for column in batch.columns]
+            notes = [] if line else _same_names(batch.schema.names)
+            notes += [
+                f"column {name}: values that Python cannot hold were read as empty"
+                for name, (_, failed) in zip(batch.schema.names, columns, strict=True)
+                if failed
+            ]
+            for cells in zip(*(cells for cells, _ in columns), strict=True):
                 line += 1
-                yield Row({key: _without_nulls(item) for key, item in value.items()}, line)
+                value = dict(zip(batch.schema.names, map(_without_nulls, cells), strict=True))
+                yield Row(value, line, None, tuple(notes))
+                notes = []
+
+
+def _cells(column: Any) -> tuple[list[Any], bool]:
+    """(values, whether some could not be had): a date in the year 146,000 is no Python date.
+
+    Such a value is None, so that a column which nobody needs stops no row.
+    """
+    try:
+        return column.to_pylist(), False
+    except (ArithmeticError, ValueError, TypeError, ImportError):  # ArrowInvalid is a ValueError
+        pass
+    values: list[Any] = []
+    for cell in column:
+        try:
+            values.append(cell.as_py())
+        except (ArithmeticError, ValueError, TypeError, ImportError):
+            values.append(None)
+    return values, True
+
+
+def _same_names(names: list[str]) -> list[str]:
+    return [SAME_NAMES] if len(set(names)) != len(names) else []
 
 
 def _without_nulls(value: Any) -> Any:

@@ -11,7 +11,8 @@ text before it renders, so it cannot be reused for that; it is the oracle instea
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from types import BuiltinMethodType
@@ -21,6 +22,7 @@ import jinja2.ext
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.nodes import EvalContext
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
@@ -43,6 +45,18 @@ from lehr.data.template_filters import (
     opaque,
     to_json,
 )
+from lehr.data.template_limits import (
+    COUNTED_FILTER,
+    count_loops,
+    counted,
+    limit_binop,
+    limit_pattern,
+    limit_widths,
+    step,
+    write,
+)
+
+WIDE_FILTERS = ("batch", "center", "indent", "slice", "wordwrap")
 
 _frozen_date: contextvars.ContextVar[str] = contextvars.ContextVar("frozen_date")
 
@@ -124,12 +138,83 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
             extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
         )
         self.filters["tojson"] = to_json
+        self._limit_filters()
+        self.filters[COUNTED_FILTER] = counted
+        self.globals.pop("lipsum", None)  # no chat has one, and it can be of any length
         self.globals.update(
             raise_exception=_raise_exception,
             strftime_now=_strftime_now,
             dict=_GuardedDict(),
             namespace=_GuardedNamespace,
         )
+
+    intercepted_binops = frozenset({"%", "*", "**", "+"})
+
+    def _limit_filters(self) -> None:
+        for name in WIDE_FILTERS:
+            self.filters[name] = _narrow(self.filters[name])
+        for name in ("format", "join", "replace"):
+            self.filters[name] = _bounded(self.filters[name], name)
+
+    def _parse(self, *arguments: Any, **named: Any) -> nodes.Template:
+        return count_loops(super()._parse(*arguments, **named))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        limit_binop(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        """Call a function of a template, counted."""
+        # All positional, because a template may name any argument (even `self`).
+        self, context, function, *values = arguments
+        step()
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, str):
+            limit_widths((*values, *named.values()))
+            if function.__name__ in ("format", "format_map"):
+                limit_pattern(owner)
+            elif function.__name__ in ("join", "replace"):
+                _limit_joined(owner, function.__name__, values)
+        return super(PlainEnvironment, self).call(context, function, *values, **named)
+
+
+def _limit_joined(owner: str, method: str, values: Sequence[Any]) -> None:
+    """Count what `join` and `replace` may make of texts that are each of an allowed length."""
+    if method == "join" and values and hasattr(values[0], "__len__"):
+        write(len(owner) * len(values[0]))
+    elif method == "replace" and len(values) > 1 and isinstance(values[1], str):
+        write(len(values[1]) * (str(owner).count(str(values[0])) if values[0] else len(owner)))
+
+
+def _narrow(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter, refusing numbers that no chat needs."""
+
+    @functools.wraps(function)
+    def narrow(*values: Any, **named: Any) -> Any:
+        limit_widths((*values, *named.values()))
+        return function(*values, **named)
+
+    return narrow
+
+
+def _bounded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`format`, `join` or `replace` as a filter, its result bounded beforehand."""
+
+    @functools.wraps(function)
+    def bounded(*values: Any, **named: Any) -> Any:
+        # Jinja hands some filters its environment before their own values.
+        own = values[1:] if isinstance(values[0], PlainEnvironment | EvalContext) else values
+        if name == "format":
+            limit_pattern(str(own[0]))
+            limit_widths((*own[1:], *named.values()))
+        elif name == "replace" and isinstance(own[0], str):
+            _limit_joined(own[0], name, own[1:])
+        elif name == "join":
+            separator = str(own[1] if len(own) > 1 else named.get("d", ""))
+            _limit_joined(separator, name, own[:1])
+        return function(*values, **named)
+
+    return bounded
 
 
 class _TrackingCode(CodeGenerator):
@@ -147,7 +232,6 @@ class TrackingEnvironment(PlainEnvironment):
     """Renders tracked strings: the result is tracked wherever a message is in it."""
 
     code_generator_class = _TrackingCode
-    intercepted_binops = frozenset({"%"})
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,6 +241,7 @@ class TrackingEnvironment(PlainEnvironment):
                 wrap = opaque if name in OPAQUE_FILTERS else keep_or_taint
                 self.filters[name] = wrap(function)
         self.filters.update(ORIGIN_FILTERS)
+        self._limit_filters()
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:  # type: ignore[override]
@@ -164,10 +249,13 @@ class TrackingEnvironment(PlainEnvironment):
 
     @staticmethod
     def concat_values(values: Iterable[Any]) -> str:
-        return join_text("", [text_of(value) for value in values])
+        texts = [text_of(value) for value in values]
+        write(sum(map(len, texts)))
+        return join_text("", texts)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if isinstance(left, str):
+        if operator == "%" and isinstance(left, str):
+            limit_binop(operator, left, right)
             return format_percent(left, right)
         return super().call_binop(context, operator, left, right)
 
@@ -175,6 +263,7 @@ class TrackingEnvironment(PlainEnvironment):
         if super().wrap_str_format(value) is None:
             return None
         pattern: str = value.__self__
+        limit_pattern(pattern)
         formatter = SandboxedFormatter(self)
         if value.__name__ == "format_map":
             return lambda mapping: format_braces(formatter, pattern, (), mapping)

@@ -28,6 +28,7 @@ from lehr.data.rendered import (
     track,
     track_message,
 )
+from lehr.data.template_limits import TemplateTooLarge, counted_rendering
 from lehr.data.template_sandbox import PLAIN, TRACKING, frozen_date, variables_for
 from lehr.errors import Problem, RecipeError
 
@@ -60,6 +61,10 @@ class TemplateRaised(RecipeError):
     def __init__(self, reason: str) -> None:
         self.reason = reason
         super().__init__(Problem("template", f"messages that it can render: {reason}"))
+
+
+class TemplateEndless(TemplateRaised):
+    """The template does more than any chat needs; no other renderer should be asked, either."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +159,10 @@ class Template:
         source = self.tool_source if tools and self.tool_source else self.source
         variables = variables_for(self.tokens, messages, tools, add_generation_prompt)
         try:
-            with frozen_date(date):
+            with frozen_date(date), counted_rendering():
                 return _compiled(source)[tracking].render(variables)
+        except (TemplateTooLarge, MemoryError) as error:
+            raise TemplateEndless(str(error) or "the template needs too much memory") from error
         except Exception as error:  # a template is a program: whatever it raises is the row's
             detail = str(error) or type(error).__name__
             raise TemplateRaised(detail) from error
@@ -179,6 +186,8 @@ class Template:
     ) -> str | None:
         try:
             return self.render(messages, (), add_generation_prompt, date).text
+        except TemplateEndless:
+            raise  # transformers would render it without any limit
         except TemplateRaised:
             return None
 
@@ -239,6 +248,8 @@ def control_tokens(source: str) -> list[str]:
     for messages in _sample_chats():
         try:
             rendered = template.render(messages, (), True)
+        except TemplateEndless:
+            raise
         except TemplateRaised:
             continue
         for match in re.finditer("\0+", rendered.codes):

@@ -124,7 +124,9 @@ class TurnReader:
                 prompt = self._text(messages[:index], tools, add_generation_prompt=True)
             except TemplateRaised:
                 continue
-            if rendered.text.startswith(prompt):
+            # A prompt that reaches into the answer's text agrees with it only by chance.
+            own = next((run.start for run in rendered.runs if run.owner == index), len(prompt))
+            if rendered.text.startswith(prompt) and own >= len(prompt):
                 ends[index] = len(prompt)
         return ends
 
@@ -213,6 +215,11 @@ class TurnReader:
         own = [run for run in whole.runs if run.owner == index]
         if not own:
             return prompt, [NOTE_EMPTY]
+        # An answer that also stands before the history, or only there, is not what serving
+        # lets a model write.
+        own = [run for run in own if run.start >= _history_end(whole, index)]
+        if not own:
+            raise TemplateRaised("it renders an answer before what it answers")
         controls = self.controls(whole, messages)
         begin = _answer_begin(whole, prompt.rendered, index, own[0].start)
         answer = self.find_answer(whole, controls, index, begin)
@@ -238,8 +245,22 @@ class TurnReader:
 
 
 def _answer_begin(whole: Rendered, prompt: Rendered, index: int, text_start: int) -> int:
-    """Where the answer begins in `whole`: where it leaves the prompt, at its text at the latest."""
-    history_end = max((run.end for run in whole.runs if 0 <= run.owner < index), default=0)
-    pairs = zip(whole.text, prompt.text, strict=False)
-    agreed = next((i for i, (a, b) in enumerate(pairs) if a != b), len(prompt.text))
-    return min(agreed, text_start) if agreed >= history_end else text_start
+    """Where the answer begins in `whole`: after what serving already gives of its header.
+
+    What stands before the answer's text and what the generation prompt ends with are
+    compared from the end of the history on. Where neither goes on as the other one, the
+    header is written in two ways, and all of it is left out.
+    """
+    header = whole.text[_history_end(whole, index) : text_start]
+    given = prompt.text[_history_end(prompt, index) :]
+    pairs = enumerate(zip(header, given, strict=False))
+    agreed = next((place for place, (one, other) in pairs if one != other), None)
+    if agreed is None:
+        agreed = min(len(header), len(given))
+    if not header[agreed:].strip() or not given[agreed:].strip():
+        return text_start - len(header) + agreed
+    return text_start
+
+
+def _history_end(rendered: Rendered, index: int) -> int:
+    return max((run.end for run in rendered.runs if 0 <= run.owner < index), default=0)

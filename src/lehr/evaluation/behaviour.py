@@ -68,14 +68,24 @@ def option_scores(
     return results
 
 
+def option_tokens(encoder: Any, messages: Sequence[Message], option: str) -> int:
+    """Tokens of a conversation that ends with this answer; 0 where the encoder drops it."""
+    encoded = encoder.encode(_answered(messages, option), train_on="last").encoded
+    return max((int(one.ids.numel()) for one in encoded), default=0)
+
+
+def _answered(messages: Sequence[Message], option: str) -> Example:
+    answer: Message = {"role": "assistant", "content": option}
+    return Example("chat", Origin("evaluation", "choice", 0), messages=(*messages, answer))
+
+
 def _options(
     encoder: Any, messages: Sequence[Message], options: Sequence[str], max_length: int
 ) -> list[Encoded]:
     """One example whose branches are the options; separate ones where they share no prompt."""
     alone = []
     for option in options:
-        answer: Message = {"role": "assistant", "content": option}
-        example = Example("chat", Origin("evaluation", "choice", 0), messages=(*messages, answer))
+        example = _answered(messages, option)
         encoding = encoder.encode(example, train_on="last", max_length=max_length, overflow="drop")
         if len(encoding.encoded) != 1:
             raise ValueError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lehr.data.shapes import Message
-from lehr.evaluation.behaviour import Normalise, option_scores
+from lehr.evaluation.behaviour import Normalise, option_scores, option_tokens
 from lehr.evaluation.refusals import embedded
 from lehr.evaluation.suites import ItemScore, Measure
 from lehr.streams import content_hash
@@ -63,6 +63,18 @@ class FactClaims:
     @property
     def data_hash(self) -> str:
         return content_hash([sorted(self._facts), CLAIM, self.normalise])
+
+    def longest(self, items: Sequence[str], encoder: Any) -> int:
+        """Tokens of the longest question with one of its answers."""
+        return max(
+            (
+                option_tokens(encoder, form, option)
+                for name in items
+                for form in _forms(self._facts[name])
+                for option in (self._facts[name].right, self._facts[name].wrong)
+            ),
+            default=0,
+        )
 
     def score(self, model: Any, items: Sequence[str], encoder: Any) -> list[ItemScore]:
         """Four scores an item from three forms of its question."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from lehr.data.encoded_rows import Encoding
 from lehr.data.shapes import Encoded, Example, Message
 from lehr.evaluation.likelihood import SequenceScore, sequence_scores
 from lehr.evaluation.suites import ItemScore, Measure
@@ -35,7 +36,7 @@ class _Examples:
         by_key = {example.content_key()[:20]: example for example in examples}
         # In the order of their hashes: the first n are a fair sample of all.
         self._examples = dict(sorted(by_key.items()))
-        self._encoded: tuple[str, dict[str, list[Encoded]]] = ("", {})
+        self._encodings: tuple[str, dict[str, Encoding]] = ("", {})
 
     @property
     def items(self) -> list[str]:
@@ -45,28 +46,31 @@ class _Examples:
     def data_hash(self) -> str:
         return content_hash([sorted(self._examples), self.train_on, self.max_length, self.overflow])
 
-    def encoded(self, encoder: Any) -> dict[str, list[Encoded]]:
-        """Item id -> its sequences; rows that the encoder drops have none."""
-        if self._encoded[0] != encoder.fingerprint:
+    def encodings(self, encoder: Any) -> dict[str, Encoding]:
+        """Item id -> its sequences, or why it has none."""
+        if self._encodings[0] != encoder.fingerprint:
             made = {
-                name: list(
-                    encoder.encode(
-                        example,
-                        train_on=self.train_on,
-                        max_length=self.max_length,
-                        overflow=self.overflow,
-                    ).encoded
+                name: encoder.encode(
+                    example,
+                    train_on=self.train_on,
+                    max_length=self.max_length,
+                    overflow=self.overflow,
                 )
                 for name, example in self._examples.items()
             }
-            self._encoded = (encoder.fingerprint, made)
-        return self._encoded[1]
+            self._encodings = (encoder.fingerprint, made)
+        return self._encodings[1]
+
+    def encoded(self, encoder: Any) -> dict[str, list[Encoded]]:
+        """Item id -> its sequences; rows that the encoder drops have none."""
+        return {name: list(one.encoded) for name, one in self.encodings(encoder).items()}
 
     def _scored(
         self, model: Any, items: Sequence[str], encoder: Any
     ) -> list[tuple[str, Example, list[Encoded], list[list[SequenceScore]]]]:
         """Item, its sequences, and per sequence its scores; items without any are left out."""
-        by_item = {name: self.encoded(encoder)[name] for name in items}
+        encoded = self.encoded(encoder)
+        by_item = {name: encoded[name] for name in items}
         flat = [sequence for sequences in by_item.values() for sequence in sequences]
         scores = iter(sequence_scores(model, flat))
         return [

@@ -192,6 +192,11 @@ class BenignRequests:
     def data_hash(self) -> str:
         return content_hash([sorted(self._requests), self.max_new_tokens])
 
+    def longest(self, items: Sequence[str], encoder: Any) -> int:
+        """Tokens of the longest prompt, with one of an answer."""
+        talks = [({"role": "user", "content": self._requests[name]},) for name in items]
+        return max((1 + len(encoder.prompt_ids(talk)) for talk in talks), default=0)
+
     def score(self, model: Any, items: Sequence[str], encoder: Any) -> list[ItemScore]:
         """Answer each request and see whether it was refused."""
         texts = [self._requests[name] for name in items]

@@ -250,7 +250,7 @@ class _Decoder:
         return chosen, picked - torch.logsumexp(logits, dim=-1)
 
     def _budget(self, prompt_length: int) -> int:
-        limit = _context_length(self.network.config)
+        limit = context_length(self.network.config)
         room = self.max_new_tokens if limit is None else limit - prompt_length
         return min(self.max_new_tokens, room)
 
@@ -264,7 +264,8 @@ class _Decoder:
                 )
 
 
-def _context_length(config: Any) -> int | None:
+def context_length(config: Any) -> int | None:
+    """Tokens that a model of this config can look at, or None where it names no limit."""
     text_config = config.get_text_config(decoder=True)
     limit = getattr(text_config, "max_position_embeddings", None)
     return int(limit) if limit else None
@@ -287,7 +288,7 @@ def _check(
         problems.append(Problem("top_p", "a share in (0, 1]", top_p))
     if batch_size is not None and batch_size < 1:
         problems.append(Problem("batch_size", "at least 1", batch_size))
-    limit = _context_length(model.network.config)
+    limit = context_length(model.network.config)
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
             problems.append(Problem(f"prompt {index}", "at least one token"))

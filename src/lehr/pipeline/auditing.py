@@ -10,17 +10,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lehr.data.accounting import gathered
 from lehr.data.audit import findings
 from lehr.data.encoding import Encoder
 from lehr.data.preview import end_tokens, supervised_share
 from lehr.data.shapes import Encoded, Example
 from lehr.data.sources import SourceRows, read_source
 from lehr.data.templates import Template
-from lehr.errors import RecipeError
+from lehr.errors import Problem, RecipeError
 from lehr.models.tokenizer import load_tokenizer
+from lehr.pipeline.new_files import require_new, write_new
 from lehr.pipeline.stage_audit import mask_sample
 
 MAX_LENGTH = 1024
+CLEAN_EXPECTED = "a new file for the clean rows (--clean): nothing is overwritten"
 
 
 @dataclass
@@ -76,10 +79,16 @@ def audit(
     """Read and examine data files; with a model also tokenise them.
 
     clean  a new JSONL file of the rows without duplicates and without what was dropped
-    Raises RecipeError where a file cannot be read or no row is usable, all problems at once.
+    Raises RecipeError where a file cannot be read or no row is usable, or `clean` is there already,
+    all problems at once.
     """
     read: list[SourceRows] = []
-    problems = []
+    problems: list[Problem] = []
+    if clean is not None:
+        try:
+            require_new(clean, CLEAN_EXPECTED)
+        except RecipeError as error:
+            problems += error.problems
     for name, path in named(paths).items():
         try:
             read.append(read_source(name, [path]))
@@ -134,21 +143,24 @@ def named(paths: Sequence[Path | str]) -> dict[str, Path]:
 def _encode(rows: SourceRows, encoder: Encoder, account: Any, max_length: int) -> list[Encoded]:
     encoded: list[Encoded] = []
     dropped = []
+    notes: list[str] = []
     for example in rows.examples:
         overflow: Any = "split" if example.kind == "text" else "truncate"
         one = encoder.encode(example, max_length=max_length, overflow=overflow)
         encoded += one.encoded
+        notes += one.notes
         account.dropped_tokens += one.dropped_tokens
         if not one.encoded:
             dropped += one.dropped
     account.drop_kept(dropped)
+    account.notes += [note for note in gathered(notes) if note not in account.notes]
     account.tokens = sum(one.tokens for one in encoded)
     account.supervised_tokens = sum(one.supervised_tokens for one in encoded)
     return encoded
 
 
 def write_clean(path: Path, examples: Sequence[Example]) -> None:
-    """One row per distinct example, in lehr's own shapes."""
+    """One row per distinct example, in lehr's own shapes, in a new file."""
     seen: set[str] = set()
     lines = []
     for example in examples:
@@ -157,8 +169,7 @@ def write_clean(path: Path, examples: Sequence[Example]) -> None:
             continue
         seen.add(key)
         lines.append(json.dumps(as_row(example), ensure_ascii=False))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_new(path, "\n".join(lines) + "\n", CLEAN_EXPECTED)
 
 
 def as_row(example: Example) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from lehr.data.encoding import Encoder
-from lehr.data.sources import read_source
 from lehr.data.templates import Template
 from lehr.errors import Problem, RecipeError
 from lehr.evaluation.claims import FactClaims
@@ -17,15 +16,16 @@ from lehr.evaluation.default_gates import plan_gates
 from lehr.evaluation.flips import flips
 from lehr.evaluation.forgetting import own_texts
 from lehr.evaluation.gates import decide
-from lehr.evaluation.heldout import HeldoutBits, HeldoutLoss, PairAccuracy
+from lehr.evaluation.heldout import HeldoutBits
 from lehr.evaluation.judging import overall
 from lehr.evaluation.refusals import BenignRequests
 from lehr.evaluation.scoring import Scores
 from lehr.evaluation.suites import Suite, stamp_of
+from lehr.generation.decode import context_length
 from lehr.models.loading import load_model
-from lehr.models.tokenizer import stop_ids_of
+from lehr.models.tokenizer import require_rows, stop_ids_of
 from lehr.pipeline.admission import admit
-from lehr.pipeline.auditing import named
+from lehr.pipeline.data_suites import MAX_LENGTH, data_suites
 from lehr.pipeline.judging import common, interval_json
 from lehr.pipeline.reopening import model_of
 from lehr.pipeline.stage_run import strict
@@ -36,12 +36,16 @@ NEUTRAL_DATE = "2000-01-01"  # for templates that print one: the same on every d
 
 @dataclass
 class Evaluation:
-    """Measures by suite; with a base also gates and flips. verdict: measured without a base."""
+    """Measures by suite; with a base also gates and flips. verdict: measured without a base.
+
+    notes  what was left out or measured in part, with its place
+    """
 
     suites: dict[str, dict[str, dict[str, Any]]]
     gates: list[dict[str, Any]] = field(default_factory=list)
     flips: list[dict[str, Any]] = field(default_factory=list)
     verdict: str = "measured"
+    notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """The object of `lehr evaluate --json`."""
@@ -51,6 +55,7 @@ class Evaluation:
                 "flips": self.flips,
                 "gates": self.gates,
                 "verdict": self.verdict,
+                "notes": self.notes,
             }
         )
         return found
@@ -77,18 +82,20 @@ def evaluate(
     """Score `model` (and `against`) on the same items.
 
     suites  names; None: all that apply. data: files whose loss is measured too.
-    Raises RecipeError for models that cannot be loaded and suites that do not exist.
+    Raises RecipeError for models that cannot be loaded, suites that do not exist or do not
+    fit the model's context, and files of which nothing can be measured.
     """
     names = [model] if against is None else [against, model]
     scores: list[dict[str, Scores]] = []
     chosen: dict[str, Suite] = {}
+    notes: list[str] = []
     for place, name in enumerate(names):
         loaded = load_model(model_of(name), template=template)
         admit(loaded)
         loaded.eval()
         encoder = encoder_of(loaded)
         if place == 0:
-            chosen = _suites(loaded, encoder, data, suites)
+            chosen, notes = _suites(loaded, encoder, data, suites, items)
         scores.append(
             {
                 suite.name: Scores(
@@ -100,7 +107,12 @@ def evaluate(
             }
         )
         del loaded
-    result = Evaluation(_measures(chosen, scores[-1]))
+    result = Evaluation(_measures(chosen, scores[-1]), notes=notes)
+    silent = [name for name in chosen if name not in result.suites]
+    result.notes += [f"{name}: no item has a score" for name in silent]
+    if not result.suites:
+        expected = f"at least one suite that can be measured ({'; '.join(result.notes)})"
+        raise RecipeError(Problem(f"lehr evaluate {model}", expected))
     if against is not None:
         _require_alike(chosen, scores[0], scores[1], against)
         _compare(result, chosen, scores[0], scores[1])
@@ -108,7 +120,12 @@ def evaluate(
 
 
 def encoder_of(model: Any) -> Encoder:
-    """The encoder of a loaded model, with its own template."""
+    """The encoder of a loaded model, with its own template.
+
+    Raises RecipeError where the tokenizer has ids that the model has no row for.
+    """
+    rows = int(model.network.get_input_embeddings().weight.shape[0])
+    require_rows(model.tokenizer, rows, model.name)
     template = Template.from_tokenizer(model.tokenizer) if model.tokenizer.chat_template else None
     return Encoder(
         model.tokenizer, template, date=NEUTRAL_DATE, stop_ids=stop_ids_of(model.network)
@@ -116,40 +133,59 @@ def encoder_of(model: Any) -> Encoder:
 
 
 def _suites(
-    model: Any, encoder: Encoder, data: Sequence[Path | str], names: Sequence[str] | None
-) -> dict[str, Suite]:
-    found: dict[str, Suite] = {}
-    problems: list[Problem] = []
-    for stem, path in named(data).items():
-        name = f"data-{stem}" if stem in OWN_SUITES else stem
-        try:
-            rows = read_source(name, [path])
-        except RecipeError as error:
-            problems += error.problems
-            continue
-        kind = rows.examples[0].kind
-        if kind == "text":
-            found[name] = HeldoutBits(name, rows.examples)
-        elif encoder.template is None:
-            expected = "plain text: this model has no chat template (say --template chatml)"
-            problems.append(Problem(str(path), expected, kind))
-        elif kind == "pair":
-            found[name] = PairAccuracy(name, rows.examples)
-        else:
-            found[name] = HeldoutLoss(name, rows.examples)
-    if problems:
-        raise RecipeError(problems)
+    model: Any,
+    encoder: Encoder,
+    data: Sequence[Path | str],
+    names: Sequence[str] | None,
+    items: int,
+) -> tuple[dict[str, Suite], list[str]]:
+    """(suites to score, what a person should know). Raises RecipeError, all problems at once."""
+    context = context_length(model.network.config) or MAX_LENGTH
+    length = min(MAX_LENGTH, context)
+    found, notes = data_suites(data, encoder, taken=OWN_SUITES, max_length=length, items=items)
     if encoder.template is not None:
         found |= {"over_refusal": BenignRequests(), "sycophancy": FactClaims()}
     if names is None or "forgetting" in names:
-        found["forgetting"] = HeldoutBits("forgetting", own_texts(model, encoder))
-    if names is None:
-        return found
-    unknown = [name for name in names if name not in found]
+        texts = own_texts(model, encoder)
+        found["forgetting"] = HeldoutBits("forgetting", texts, max_length=length)
+    unknown = [name for name in names or () if name not in found]
     if unknown:
         known = ", ".join(found)
         raise RecipeError([Problem("--suites", f"one of {known}", name) for name in unknown])
-    return {name: found[name] for name in names}
+    chosen = found if names is None else {name: found[name] for name in names}
+    needed = too_long(chosen, encoder, items, context)
+    if names is not None and needed:
+        raise RecipeError(
+            [
+                Problem(
+                    f"--suites {name}",
+                    f"a model whose context holds its {tokens:,} tokens: {model.name} has "
+                    f"{context:,}; leave this suite out",
+                )
+                for name, tokens in needed.items()
+            ]
+        )
+    notes += [
+        f"{name} was not measured: it needs {tokens:,} tokens, and the context of {model.name} "
+        f"is {context:,}"
+        for name, tokens in needed.items()
+    ]
+    return {name: suite for name, suite in chosen.items() if name not in needed}, notes
+
+
+def too_long(
+    suites: dict[str, Suite], encoder: Encoder, items: int, context: int
+) -> dict[str, int]:
+    """Suites with an item that does not fit into `context` tokens, and what it needs."""
+    found: dict[str, int] = {}
+    for name, suite in suites.items():
+        longest = getattr(suite, "longest", None)
+        if longest is None or context >= MAX_LENGTH:
+            continue
+        tokens = longest(list(suite.items)[:items], encoder)
+        if tokens > context:
+            found[name] = tokens
+    return found
 
 
 def _require_alike(

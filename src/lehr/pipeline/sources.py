@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lehr.data.accounting import Accounting
+from lehr.data.accounting import Accounting, gathered
 from lehr.data.cache import cached_with_account
 from lehr.data.docstrings import docstring_rows
 from lehr.data.encoding import Encoder, Overflow
@@ -203,8 +202,7 @@ def _encode_side(
     def build() -> tuple[list[Encoded], dict[str, Any]]:
         encoded: list[Encoded] = []
         account: dict[str, Any] = {"dropped": [], "dropped_tokens": 0}
-        notes: Counter[str] = Counter()
-        first: dict[str, str] = {}
+        notes: list[str] = []
         for example in examples:
             result = encoder.encode(
                 example,
@@ -218,15 +216,8 @@ def _encode_side(
                     [bad.reason, bad.origin.file, bad.origin.line] for bad in result.dropped
                 ]
             account["dropped_tokens"] += result.dropped_tokens
-            notes.update(note.rpartition(" (")[0] for note in result.notes)
-            for note in result.notes:
-                first.setdefault(note.rpartition(" (")[0], note)
-        account["notes"] = [
-            first[text]
-            if count == 1
-            else f"{text} ({count} rows, first {first[text][len(text) + 2 :]}"
-            for text, count in notes.items()
-        ]
+            notes += result.notes
+        account["notes"] = gathered(notes)
         return encoded, account
 
     rows = [[example.content_key(), str(example.origin)] for example in examples]

@@ -19,6 +19,12 @@ Keys = tuple[str | int, ...]
 
 MAX_NODES = 20_000  # a recipe has hundreds; more is an alias bomb
 CORE = "tag:yaml.org,2002:"
+# What each kind of node may be. YAML 1.2 has no dates and no sets; an unquoted date is text.
+TAGS = {
+    "scalar": ("str", "int", "float", "bool", "null", "timestamp", "merge", "value"),
+    "sequence": ("seq",),
+    "mapping": ("map",),
+}
 
 
 @dataclass(frozen=True)
@@ -224,12 +230,12 @@ class _Builder:
 
     def _value(self, node: Any, keys: Keys) -> Any:
         tag = str(node.tag)
-        if not tag.startswith(CORE) or "python" in tag:
+        if tag.removeprefix(CORE) not in TAGS[node.id] or not tag.startswith(CORE):
             self._problem(node, keys, "a plain value; tags are not read", tag)
             return None
-        if isinstance(node.value, str):
+        if node.id == "scalar":
             return _scalar(tag.removeprefix(CORE), node.value)
-        if tag.removeprefix(CORE) == "seq":
+        if node.id == "sequence":
             return [self._item(item, (*keys, i)) for i, item in enumerate(node.value)]
         return self._mapping(node, keys)
 
@@ -245,7 +251,7 @@ class _Builder:
             if str(key_node.tag) == CORE + "merge":
                 merged.append(value_node)
                 continue
-            if not isinstance(key_node.value, str):
+            if key_node.id != "scalar" or not str(key_node.tag).startswith(CORE):
                 self._problem(key_node, keys, "a plain word as key")
                 continue
             key, line = key_node.value, key_node.start_mark.line + 1
