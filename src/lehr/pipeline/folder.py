@@ -15,12 +15,13 @@ from lehr.pipeline.files import read_json
 
 RESOLVED = "recipe"  # recipe.yaml: what a run writes its resolved recipe to
 PLANNED = "planned"  # where `lehr plan` writes, once a run is there
+FOLDED = "folded-base"  # the base, where the recipe's model is an adapter over another
 LOCK = ".lock"  # made with the folder and never removed: it also says whose the folder is
 # Any of these says that a run was here. recipe.yaml does not: a user's own may lie there.
 TRACES = ("ledger.json", "plan.json", "events.jsonl", LOCK)
 WRITTEN = {
     *("ledger.json", "recipe.yaml", "plan.json", "strategy.md", "report.html", "events.jsonl"),
-    *("model", "exports", ".cache", PLANNED),
+    *("model", "exports", ".cache", PLANNED, FOLDED),
 }
 STAGE_FOLDER = re.compile(r"\d\d+-.+")
 ASIDE = re.compile(r"\..+\.(writing|old)")

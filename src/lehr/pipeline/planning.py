@@ -50,6 +50,7 @@ class Prepared:
     stages: list[PlannedStage]
     plan: dict[str, Any]
     encoded: dict[tuple[Any, ...], EncodedSource] = field(default_factory=dict)
+    fingerprint: str = ""  # of the base model's files
 
 
 def prepare(
@@ -95,7 +96,7 @@ def prepare(
         found = [finding_words(one) for audit in audits for one in audit["findings"]]
         plan["findings"] = list(dict.fromkeys([*plan["findings"], *found]))
         write_json(folder / "plan.json", plan)
-    return Prepared(recipe, folder, sources, bench, stages, plan, encoded)
+    return Prepared(recipe, folder, sources, bench, stages, plan, encoded, fingerprint)
 
 
 def machine_line(machine: Mapping[str, Any], precision: Mapping[str, Any]) -> str:
