@@ -146,6 +146,10 @@ def _read(
         raise RecipeError(_load_problem(origin, error)) from error
     except SafetensorError as error:
         raise RecipeError(Problem(origin, f"whole .safetensors files ({error})")) from error
+    except MemoryError:
+        raise
+    except Exception as error:  # any value in a config reaches arithmetic somewhere
+        raise RecipeError(_load_problem(origin, error)) from error
     missing = sorted(report.get("missing_keys") or ())
     mismatched = [str(entry) for entry in report.get("mismatched_keys") or ()]
     if missing or mismatched:

@@ -125,6 +125,14 @@ def _check_folder(folder: Path) -> SourceKind:
             json.loads(config.read_text(encoding="utf-8"))
         except (ValueError, OSError) as error:
             problems.append(Problem(str(config), f"readable JSON ({error})"))
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        try:
+            if not isinstance(json.loads(generation.read_text(encoding="utf-8")), dict):
+                raise ValueError("it is no mapping")
+        except (ValueError, OSError) as error:
+            expected = f"readable JSON, or no such file ({error})"
+            problems.append(Problem(str(generation), expected))
     if not weights:
         pickles = [p for p in sorted(folder.iterdir()) if p.suffix in PICKLES]
         if pickles:
