@@ -72,7 +72,8 @@ TAMPERED: dict[str, tuple[Callable[[Path], None], set[str]]] = {
     ),
     "a stage's result": (
         lambda out: flip(out / "01-sft" / "adapter" / "adapter_model.safetensors"),
-        {"files of the stages", "resume of 01-sft"},
+        # The second stage began from it: neither can be repeated from a file that changed.
+        {"files of the stages", "resume of 01-sft", "resume of 02-preference"},
     ),
 }
 

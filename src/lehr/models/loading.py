@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ from lehr.errors import Problem, RecipeError
 from lehr.models import fetch as fetching
 from lehr.models.gguf_files import convert_gguf, quiet_transformers
 from lehr.models.language_model import LanguageModel
-from lehr.models.peft_format import ADAPTER_CONFIG
 from lehr.models.precision import loaded_dtype
 from lehr.models.saving import stored_dtype, validate_generation_config
-from lehr.models.sources import ModelSource, model_fingerprint, resolve_spec
+from lehr.models.sources import ModelSource, base_of_adapter, model_fingerprint, resolve_spec
 from lehr.models.tiny import make_tiny
+from lehr.models.unread import refuse_unread_weights, unread_notices
 from lehr.models.vocabulary import add_control_tokens, add_stop_id
 
 __all__ = [
@@ -71,10 +70,16 @@ def load_model(
         origin = str(_local(source, progress))
         if source.kind == "adapter":
             adapter = Path(origin)
-            origin = _base_of(adapter, folder, progress)
-        network, tokenizer, stored = _read(origin, dtype, trust_remote_code, adapter)
+            origin = str(_local(base_of_adapter(adapter, folder), progress))
+        # Folding rounds once, at its end: whatever computes later, it adds in fp32.
+        first = dtype if adapter is None else torch.float32
+        network, tokenizer, stored = _read(origin, first, trust_remote_code, adapter)
+        notices += unread_notices(Path(origin))
     if adapter is not None:
+        notices += unread_notices(adapter)
         network = _folded(network, tokenizer, adapter, notices)
+        for weight in network.parameters():
+            weight.data = weight.data.to(dtype)
     new_rows = set_template(network, tokenizer, template, folder)
     _pad_apart(network, tokenizer)
     notices += validate_generation_config(network)
@@ -104,22 +109,6 @@ def _local(source: ModelSource, progress: fetching.Progress | None) -> Path | st
             convert_gguf(source.path, target)
         return target
     return source.spec if source.path is None else source.path.resolve()
-
-
-def _base_of(adapter: Path, folder: Path | None, progress: fetching.Progress | None) -> str:
-    try:
-        config = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        base = config["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RecipeError(
-            Problem(
-                str(adapter / ADAPTER_CONFIG), f"an adapter config that names its base ({error})"
-            )
-        ) from error
-    source = resolve_spec(str(base), folder)
-    if source.kind in ("adapter", "tiny"):
-        raise RecipeError(Problem(str(adapter), "an adapter whose base is a whole model", base))
-    return str(_local(source, progress))
 
 
 def _read(
@@ -157,6 +146,10 @@ def _read(
         raise RecipeError(_load_problem(origin, error)) from error
     except SafetensorError as error:
         raise RecipeError(Problem(origin, f"whole .safetensors files ({error})")) from error
+    except MemoryError:
+        raise
+    except Exception as error:  # any value in a config reaches arithmetic somewhere
+        raise RecipeError(_load_problem(origin, error)) from error
     missing = sorted(report.get("missing_keys") or ())
     mismatched = [str(entry) for entry in report.get("mismatched_keys") or ()]
     if missing or mismatched:
@@ -168,6 +161,7 @@ def _read(
                 f"{len(missing) + len(mismatched)} tensors",
             )
         )
+    refuse_unread_weights(origin, report.get("unexpected_keys") or ())
     network.eval()
     if Path(origin).is_dir():  # the files themselves: a config may say something else
         stored = stored_dtype(Path(origin))

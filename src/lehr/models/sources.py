@@ -14,9 +14,12 @@ from lehr.models import fetch as fetching
 from lehr.models.gguf_files import check_gguf
 from lehr.models.peft_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from lehr.models.tiny import parameters_of
+from lehr.recipe.adapters import is_adapter, named_base
 from lehr.streams import content_hash, file_hash
 
 SourceKind = Literal["hub", "folder", "gguf", "tiny", "known", "adapter"]
+# Files of a model's folder that can change what it computes; .py: a model's own code.
+READ_SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model", ".py", ".tiktoken", ".spm")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
 _TINY = "tiny:"
@@ -56,7 +59,10 @@ def resolve_spec(spec: str, folder: Path | None = None) -> ModelSource:
         return _file_source(spec, path)
     if path.is_dir():
         kind = _check_folder(path)
-        return ModelSource(kind, spec, path, model_fingerprint(path))
+        mark = model_fingerprint(path)
+        if kind == "adapter":  # it is a model only together with what lies under it
+            mark = content_hash([mark, base_of_adapter(path, folder).fingerprint])
+        return ModelSource(kind, spec, path, mark)
     if _HUB_ID.fullmatch(spec) and not spec.endswith((".gguf", *PICKLES)):
         return ModelSource("hub", spec, None, content_hash(["hub", spec]))
     names = ", ".join(sorted(fetching.KNOWN))
@@ -68,6 +74,19 @@ def resolve_spec(spec: str, folder: Path | None = None) -> ModelSource:
             spec,
         )
     )
+
+
+def base_of_adapter(adapter: Path, folder: Path | None = None) -> ModelSource:
+    """The base that an adapter's folder names. Raises RecipeError where it names none."""
+    try:
+        base = named_base(adapter, folder or Path())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        expected = f"an adapter config that names its base ({error})"
+        raise RecipeError(Problem(str(adapter / ADAPTER_CONFIG), expected)) from error
+    if base.startswith(_TINY) or is_adapter(Path(base)):
+        expected = "an adapter whose base is a whole model"
+        raise RecipeError(Problem(str(adapter), expected, base))
+    return resolve_spec(base, folder)
 
 
 def _file_source(spec: str, path: Path) -> ModelSource:
@@ -106,6 +125,14 @@ def _check_folder(folder: Path) -> SourceKind:
             json.loads(config.read_text(encoding="utf-8"))
         except (ValueError, OSError) as error:
             problems.append(Problem(str(config), f"readable JSON ({error})"))
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        try:
+            if not isinstance(json.loads(generation.read_text(encoding="utf-8")), dict):
+                raise ValueError("it is no mapping")
+        except (ValueError, OSError) as error:
+            expected = f"readable JSON, or no such file ({error})"
+            problems.append(Problem(str(generation), expected))
     if not weights:
         pickles = [p for p in sorted(folder.iterdir()) if p.suffix in PICKLES]
         if pickles:
@@ -131,18 +158,15 @@ def _check_folder(folder: Path) -> SourceKind:
 def model_fingerprint(source: ModelSource | Path | str) -> str:
     """Hash of a model's content: config, weights, tokenizer and template of a folder, or one file.
 
-    File hashes are remembered by path, size and time of change.
+    File hashes are remembered by path, size and times of change (the time that a program can
+    set, and the one that it cannot).
     """
     if isinstance(source, ModelSource):
         return source.fingerprint
     path = Path(source)
     if path.is_file():
         return content_hash([path.suffix, _remembered_hash(path)])
-    names = sorted(
-        p
-        for p in path.iterdir()
-        if p.is_file() and p.suffix in (".json", ".safetensors", ".jinja", ".txt", ".model")
-    )
+    names = sorted(p for p in path.iterdir() if p.is_file() and p.suffix in READ_SUFFIXES)
     return content_hash([[p.name, _remembered_hash(p)] for p in names])
 
 
@@ -151,7 +175,7 @@ def _remembered_hash(path: Path) -> str:
     if stat.st_size < 1 << 20:
         return file_hash(path)
     memory = fetching.lehr_home() / "file-hashes.json"
-    key = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
+    key = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ctime_ns}|{stat.st_ino}"
     try:
         known = json.loads(memory.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -15,12 +15,14 @@ from lehr.pipeline.files import read_json
 
 RESOLVED = "recipe"  # recipe.yaml: what a run writes its resolved recipe to
 PLANNED = "planned"  # where `lehr plan` writes, once a run is there
+FOLDED = "folded-base"  # the base, where the recipe's model is an adapter over another
 LOCK = ".lock"  # made with the folder and never removed: it also says whose the folder is
 # Any of these says that a run was here. recipe.yaml does not: a user's own may lie there.
 TRACES = ("ledger.json", "plan.json", "events.jsonl", LOCK)
+FILES = {"ledger.json", "recipe.yaml", "plan.json", "strategy.md", "report.html", "events.jsonl"}
 WRITTEN = {
-    *("ledger.json", "recipe.yaml", "plan.json", "strategy.md", "report.html", "events.jsonl"),
-    *("model", "exports", ".cache", PLANNED),
+    *FILES,
+    *("model", "exports", ".cache", PLANNED, FOLDED),
 }
 STAGE_FOLDER = re.compile(r"\d\d+-.+")
 ASIDE = re.compile(r"\..+\.(writing|old)")
@@ -93,6 +95,12 @@ def _refuse_foreign(folder: Path, name: str, fresh: bool) -> None:
                 inside[0],
             )
         )
+    for one in FILES:
+        if (folder / one).exists() and not (folder / one).is_file():
+            raise RecipeError(Problem(str(folder / one), "a file of the run, not a folder"))
+    for one in WRITTEN - FILES:
+        if (folder / one).exists() and not (folder / one).is_dir():
+            raise RecipeError(Problem(str(folder / one), "a folder of the run, not a file"))
     other = _owner(folder)
     if other not in ("", name) and not fresh:
         raise RecipeError(

@@ -7,6 +7,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
 
+from lehr.recipe.hashing import template_part
 from lehr.recipe.loading import stage_part
 from lehr.streams import content_hash
 
@@ -35,6 +36,15 @@ def base_key(recipe: Any, model_fingerprint: str, encoder_fingerprint: str, prec
     """Key of the model as it was loaded: what its scores and answers depend on."""
     parts = ["base", STAGE_VERSION, model_fingerprint, encoder_fingerprint, recipe.seed]
     return content_hash([*parts, precision, engines()])[:20]
+
+
+def origin_of(recipe: Any, prepared: Any) -> str:
+    """What an export computes with beside the promoted state: base, template, date, seed.
+
+    Versions of libraries do not count: an export of an older run is still checked.
+    """
+    parts = [prepared.fingerprint, template_part(recipe), recipe.system, recipe.date, recipe.seed]
+    return content_hash(["origin", *parts])[:20]
 
 
 def stage_key(

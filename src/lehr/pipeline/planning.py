@@ -22,6 +22,7 @@ from lehr.models.loading import model_fingerprint, require_template, resolve_spe
 from lehr.pipeline.admission import admit
 from lehr.pipeline.events import Events
 from lehr.pipeline.files import read_json, write_json
+from lehr.pipeline.fitting import batch_finding, position_problems
 from lehr.pipeline.keys import base_key
 from lehr.pipeline.precision import require_precision
 from lehr.pipeline.recomputing import Settled, settle_recompute
@@ -52,6 +53,7 @@ class Prepared:
     stages: list[PlannedStage]
     plan: dict[str, Any]
     encoded: dict[tuple[Any, ...], EncodedSource] = field(default_factory=dict)
+    fingerprint: str = ""  # of the base model's files
 
 
 def prepare(
@@ -63,7 +65,7 @@ def prepare(
             (default: the folder's). write: put plan.json and audits into the folder.
     """
     sources = read_all(recipe)
-    stored = stored or read_json(folder / "plan.json") or {}
+    stored = _readable(stored or read_json(folder / "plan.json"))
     machine, precision = _machine(recipe, stored)
     events.emit("machine", machine_line(machine, precision), machine=machine, precision=precision)
     texts = partial(corpus, sources)
@@ -75,6 +77,9 @@ def prepare(
     for notice in model.notices:
         events.emit("notice", notice)
     fingerprint = model_fingerprint(base) if base.kind != "tiny" else _corpus_hash(sources)
+    beyond = position_problems(recipe, model.network)
+    if beyond:
+        raise RecipeError(beyond)
     admit(model, recipe.stages, "" if base.path is None else fingerprint)
     bench.packs_exactly = model.packs_exactly
     if any(stage.kind != "pretrain" for stage in recipe.stages):
@@ -97,7 +102,18 @@ def prepare(
         found = [finding_words(one) for audit in audits for one in audit["findings"]]
         plan["findings"] = list(dict.fromkeys([*plan["findings"], *found]))
         write_json(folder / "plan.json", plan)
-    return Prepared(recipe, folder, sources, bench, stages, plan, encoded)
+    return Prepared(recipe, folder, sources, bench, stages, plan, encoded, fingerprint)
+
+
+def _readable(stored: Any) -> dict[str, Any]:
+    """An earlier plan, or {} where it has another shape: then everything is settled again."""
+    if not isinstance(stored, dict):
+        return {}
+    stages, machine, precision = (stored.get(name) for name in ("stages", "machine", "precision"))
+    shaped = isinstance(stages, list) and all(isinstance(one, dict) for one in stages)
+    chosen = isinstance(precision, dict) and {"value", "why"} <= precision.keys()
+    rates = machine.get("gemm_gflops") if isinstance(machine, dict) else None
+    return stored if shaped and chosen and isinstance(rates, dict) else {}
 
 
 def machine_line(machine: Mapping[str, Any], precision: Mapping[str, Any]) -> str:
@@ -263,6 +279,9 @@ def _settle(
         planned.disk += parameters * 4 if planned.trains_all else 0
         if planned.rate[1]:
             planned.findings.append(f"{planned.folder_name}: {planned.rate[1]}")
+        rows = sum(len(source.train) for source in planned.sources.values())
+        few = batch_finding(planned.folder_name, stage.batch_size, rows)
+        planned.findings += [few] if few else []
         planned.findings += [
             f"{planned.folder_name}: {line}"
             for line in schedule_findings(

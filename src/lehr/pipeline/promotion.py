@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lehr.evaluation.gates import Verdict
-from lehr.pipeline.files import link_weights, write_folder, write_json, write_text
+from lehr.pipeline.files import link_weights, read_json, write_folder, write_json, write_text
 from lehr.pipeline.judging import Judgement
 from lehr.pipeline.states import State
 from lehr.report.card import lineage, model_card
@@ -58,22 +58,41 @@ def gate_words(verdict: Verdict) -> str:
     return text
 
 
-def promote(run_folder: Path, state: State, stage_folder: str) -> None:
-    """Put the state's files into model/, whole or not at all, with its card and lineage."""
+def promote(run_folder: Path, state: State, stage_folder: str, origin: str) -> None:
+    """Put the state's files into model/, whole or not at all, with what it is.
+
+    origin  hash of what an export needs beside the state: base model, template, date
+    """
 
     def fill(aside: Path) -> None:
         for path in state.files.iterdir():
             link_weights(path, aside / path.name)
-        write_json(aside / "lehr.json", {"promoted_from": stage_folder, "key": state.key})
+        mark = {"promoted_from": stage_folder, "key": state.key, "origin": origin}
+        write_json(aside / "lehr.json", mark)
 
     write_folder(run_folder / "model", fill)
 
 
 def describe(run_folder: Path) -> None:
-    """Model card and lineage of model/, from the files of the run."""
+    """Model card and lineage of model/, from the files of the run.
+
+    What model/ itself is was written when it was promoted, and stays.
+    """
     if (run_folder / "model").is_dir():
         write_text(run_folder / "model" / "README.md", model_card(run_folder))
-        write_json(run_folder / "model" / "lehr.json", lineage(run_folder))
+        mark = promotion_mark(run_folder)
+        write_json(run_folder / "model" / "lehr.json", {**lineage(run_folder), **mark})
+
+
+def promotion_mark(run_folder: Path) -> dict[str, str]:
+    """What `promote` wrote of model/: its stage's folder, its key, its origin."""
+    found = read_json(run_folder / "model" / "lehr.json")
+    known = found if isinstance(found, dict) else {}
+    return {
+        name: known[name]
+        for name in ("promoted_from", "key", "origin")
+        if isinstance(known.get(name), str)
+    }
 
 
 def sentence(outcomes: list[Any], planned: int) -> tuple[str, str]:

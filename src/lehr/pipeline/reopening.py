@@ -11,13 +11,15 @@ from lehr.pipeline.events import Events, Listener
 from lehr.pipeline.exporting import check_kinds, export_promoted
 from lehr.pipeline.files import read_json
 from lehr.pipeline.folder import claimed
+from lehr.pipeline.keys import origin_of
 from lehr.pipeline.ledger import Ledger
 from lehr.pipeline.planning import prepare
-from lehr.pipeline.promotion import describe
-from lehr.pipeline.states import State, read_state
+from lehr.pipeline.promotion import describe, promotion_mark
+from lehr.pipeline.states import State, damage, produced_json, state_from
 from lehr.recipe.loading import load_recipe
 
 NOTHING_PROMOTED = "a run that promoted a model; this one promoted none"
+AGAIN = "run the recipe to its end again, then export"
 
 
 def model_of(name: str) -> str:
@@ -32,12 +34,33 @@ def model_of(name: str) -> str:
 
 
 def promoted_state(folder: Path, ledger: Ledger) -> State:
-    """The state that the run promoted last."""
-    name = ledger.data.get("promoted_from")
-    state = read_state(folder / name) if name else None
-    if state is None:
+    """The state that model/ holds, found by its key, its files checked by their hashes.
+
+    A stage's folder may hold another state by now: a later start of the run begins there
+    before anything is judged. Raises RecipeError where the promoted state is gone.
+    """
+    mark = promotion_mark(folder)
+    if not ledger.data.get("promoted_from"):
         raise RecipeError(Problem(str(folder), NOTHING_PROMOTED))
-    return state
+    if "key" not in mark:
+        expected = f"what model/ was promoted from; {AGAIN}"
+        raise RecipeError(Problem(str(folder / "model" / "lehr.json"), expected))
+    for place in sorted(folder.glob("[0-9][0-9]-*")):
+        described = produced_json(place)
+        if described.get("key") != mark["key"]:
+            continue
+        changed = damage(described, folder)
+        if changed:
+            expected = f"the file as its stage wrote it; {AGAIN}"
+            raise RecipeError(Problem(str(folder / changed), expected))
+        return state_from(described, folder)
+    raise RecipeError(
+        Problem(
+            str(folder),
+            f"the state that was judged and promoted ({mark['promoted_from']}, {mark['key']}): "
+            f"its stage has begun again since; {AGAIN}",
+        )
+    )
 
 
 def export(
@@ -58,11 +81,15 @@ def export(
         events = Events(folder / "events.jsonl", listeners)
         plan = read_json(folder / "plan.json")
         prepared = prepare(recipe, folder, events, plan)
+        if promotion_mark(folder).get("origin") != origin_of(recipe, prepared):
+            expected = f"the base model and template that were promoted with; {AGAIN}"
+            raise RecipeError(Problem(str(folder / "recipe.yaml"), expected))
         entries, gap = export_promoted(
             recipe, folder, prepared.bench, state, prepared.sources, events, kinds
         )
         others = [one for one in ledger.data["exports"] if one["kind"] not in kinds]
         ledger.data["exports"] = [*others, *entries]
         ledger.save()
-        describe(folder)
+        if ledger.data.get("finished"):  # else the ledger does not tell of model/
+            describe(folder)
     return entries, gap

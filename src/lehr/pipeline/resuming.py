@@ -14,7 +14,7 @@ from lehr.pipeline.events import Events
 from lehr.pipeline.planning import Prepared
 from lehr.pipeline.stage_run import train_stage
 from lehr.pipeline.staging import PlannedStage
-from lehr.pipeline.states import State, read_state
+from lehr.pipeline.states import State, damage, produced_json, read_state
 
 
 def replay_last_updates(
@@ -24,7 +24,9 @@ def replay_last_updates(
     folder = prepared.folder / planned.folder_name
     tuned = read_state(folder)
     if tuned is None:
-        return True, "the stage was not run"
+        described = produced_json(folder)
+        changed = damage(described, prepared.folder) if described else ""
+        return not changed, f"{changed} is damaged" if changed else "the stage was not run"
     checkpoints = sorted((folder / "checkpoints").glob("update-*"))
     if len(checkpoints) < 2:
         return True, "no older checkpoint is kept (checkpoints_kept: 1)"

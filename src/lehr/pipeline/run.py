@@ -19,7 +19,7 @@ from lehr.pipeline.exporting import export_promoted
 from lehr.pipeline.files import read_json, write_json, write_text
 from lehr.pipeline.folder import claimed, place_of
 from lehr.pipeline.judging import Judge
-from lehr.pipeline.keys import versions
+from lehr.pipeline.keys import origin_of, versions
 from lehr.pipeline.ledger import Ledger
 from lehr.pipeline.measuring import record_run
 from lehr.pipeline.own_text import texts_of_base
@@ -210,8 +210,9 @@ class _Run:
         return outcomes
 
     def _promote(self, outcome: Outcome) -> None:
-        promote(self.folder, outcome.tuned, outcome.entry["folder"])
-        self.ledger.data["promoted_from"] = outcome.entry["folder"]
+        folder = outcome.entry["folder"]
+        promote(self.folder, outcome.tuned, folder, origin_of(self.recipe, self.prepared))
+        self.ledger.data["promoted_from"] = folder
         self.ledger.save()
 
     def _tick(self) -> None:

@@ -7,6 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from lehr.pipeline.planning import Prepared
 from lehr.pipeline.promotion import verdict_on
 from lehr.pipeline.showcase import AnswerBook, answers
 from lehr.pipeline.staging import STAGES, PlannedStage, heldout_loss, stage_context
-from lehr.pipeline.states import State, produced_json, read_state
+from lehr.pipeline.states import State, damage, damaged_record, produced_json, read_state
 from lehr.stages.context import StageContext
 from lehr.stages.preference import HeldoutLoss as PairLoss
 
@@ -69,6 +70,7 @@ class StageRun:
         if tuned is not None:
             self.events.emit("reused", "unchanged: its result is reused, nothing is trained")
         else:
+            self._say_damage(folder, key)
             make_ready(folder, key)
             tuned = self._train(planned, folder, key, parent)
         judgement, evaluation = self._judge(planned, gates, parent, tuned)
@@ -78,6 +80,7 @@ class StageRun:
         evaluation["seconds"] = _seconds(folder, time.time() - began, reused)
         write_json(folder / "evaluation.json", strict(evaluation))
         observing.write_lines(folder / "flips.jsonl", judgement.flips)
+        rows = rows_of(folder)
         entry = {
             "folder": planned.folder_name,
             "kind": planned.stage.kind,
@@ -94,8 +97,8 @@ class StageRun:
             "reused": reused,
             "why": why,
             "seconds": evaluation["seconds"],
-            "tokens": sum(int(row["tokens"]) for row in rows_of(folder)),
-            "updates": rows_of(folder)[-1]["update"],
+            "tokens": sum(int(row["tokens"]) for row in rows),
+            "updates": rows[-1]["update"] if rows else planned.updates,
         }
         return Outcome(tuned if promoted else parent, tuned, promoted, verdict, entry)
 
@@ -109,14 +112,24 @@ class StageRun:
         """What the stage made of `parent` in an earlier start, if it is there and whole."""
         key = self.key_of(planned, parent)
         folder = self.prepared.folder / planned.folder_name
-        found = read_state(folder)
-        if found is not None and found.key == key:
-            return found
-        for other in sorted(folder.parent.glob("[0-9][0-9]-*")):
-            found = read_state(other)
-            if found is not None and found.key == key:  # renamed, or another number now
-                return _moved(found, folder, parent)
+        others = [one for one in sorted(folder.parent.glob("[0-9][0-9]-*")) if one != folder]
+        for place in (folder, *others):
+            described = produced_json(place)
+            if described.get("key") != key or damaged_record(described, place):
+                continue
+            found = read_state(place)
+            if found is not None:  # another place: renamed, or another number now
+                return found if place == folder else _moved(found, folder, parent)
         return None
+
+    def _say_damage(self, folder: Path, key: str) -> None:
+        described = produced_json(folder)
+        if described.get("key") != key:
+            return
+        name = damage(described, folder.parent) or damaged_record(described, folder)
+        if name:
+            text = f"{name} is gone or not what the stage wrote: the stage is made again"
+            self.events.emit("damaged", text, file=name)
 
     def _train(self, planned: PlannedStage, folder: Path, key: str, parent: State) -> State:
         def told(update: int, loss: float) -> None:
@@ -252,7 +265,9 @@ def strict(value: Any) -> Any:
 def make_ready(folder: Path, key: str) -> None:
     """A folder for the stage with this key: another key's leftovers go, its own stay."""
     marker = folder / "stage.key"
-    if marker.exists() and marker.read_text() == key:
+    # Lines of the metrics that are lost cannot be made from a checkpoint: from the start again.
+    whole = not damaged_record(produced_json(folder), folder).endswith("metrics.jsonl")
+    if marker.exists() and marker.read_text() == key and whole:
         remove_unfinished(folder)
         return
     audit = read_json(folder / "audit.json")
@@ -263,9 +278,14 @@ def make_ready(folder: Path, key: str) -> None:
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """The lines of the stage's metrics.jsonl."""
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines if line]
+    """The lines of the stage's metrics.jsonl that can be read."""
+    rows = []
+    with suppress(OSError):
+        for line in (folder / "metrics.jsonl").read_bytes().split(b"\n"):
+            with suppress(ValueError):
+                row = json.loads(line)
+                rows += [row] if isinstance(row, dict) else []
+    return rows
 
 
 def _seconds(folder: Path, spent: float, reused: bool) -> float:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -14,6 +14,9 @@ from lehr.pipeline.files import read_json, write_json
 from lehr.streams import file_hash
 
 STATE_FILE = "state.json"
+# What a finished stage says about its training, beside its weights.
+RECORDS = ("metrics.jsonl", "kl.json")
+_hashes: dict[tuple[str, int, int, int, int], str] = {}
 
 
 @dataclass(frozen=True)
@@ -49,26 +52,22 @@ class State:
         assert self.kind == "adapter"
         return load_file(self.files / "adapter_model.safetensors")
 
-    def is_whole(self) -> bool:
-        """Whether the files of this state, and of what lies under it, can be read."""
-        if self.root is not None and not self.root.is_whole():
-            return False
-        if self.folder is None:
-            return True
-        shards = sorted(self.files.glob("*.safetensors"))
-        try:
-            for path in shards:
-                with safe_open(path, "pt"):
-                    pass
-        except (OSError, SafetensorError):
-            return False
-        return bool(shards)
-
     def save(self, run_folder: Path) -> None:
         """Describe the state beside its files; it exists from here on."""
         assert self.folder is not None
-        hashes = {path.name: file_hash(path) for path in sorted(self.files.iterdir())}
-        write_json(self.folder / STATE_FILE, {**self.as_json(run_folder), "files": hashes})
+        records = [self.folder / name for name in RECORDS if (self.folder / name).is_file()]
+        described = self._described(run_folder)
+        described["records"] = {path.name: _hash_of(path) for path in records}
+        write_json(self.folder / STATE_FILE, described)
+
+    def _described(self, run_folder: Path) -> dict[str, Any]:
+        """`as_json` with the SHA-256 of every file, of what lies under it too."""
+        described = self.as_json(run_folder)
+        if self.root is not None:
+            described["root"] = self.root._described(run_folder)
+        if self.folder is not None:
+            described["files"] = {path.name: _hash_of(path) for path in _files(self.files)}
+        return described
 
     def as_json(self, run_folder: Path) -> dict[str, Any]:
         folder = None if self.folder is None else self.folder.relative_to(run_folder).as_posix()
@@ -94,16 +93,60 @@ def state_from(described: dict[str, Any], run_folder: Path) -> State:
     )
 
 
+def damage(described: Mapping[str, Any], run_folder: Path) -> str:
+    """The first file of a described state that is not what was written, or "".
+
+    Every file is read and hashed, of the state and of what lies under it: weights with one
+    bit changed open as well as before. Files that nobody wrote there count too.
+    """
+    root = described.get("root")
+    below = damage(root, run_folder) if isinstance(root, dict) else ""
+    if below or described.get("folder") is None:
+        return below
+    known = described.get("files")
+    state = state_from(dict(described), run_folder)
+    if not isinstance(known, dict) or not known:
+        return f"{described['folder']}/{STATE_FILE}"
+    there = {path.name: path for path in _files(state.files)}
+    for name in sorted({*known, *there}):
+        if name not in there or known.get(name) != _hash_of(there[name]):
+            return (state.files / name).relative_to(run_folder).as_posix()
+    return ""
+
+
+def damaged_record(described: Mapping[str, Any], folder: Path) -> str:
+    """The first record of a finished stage (its metrics) that is not as written, or ""."""
+    for name, known in (described.get("records") or {}).items():
+        if not (folder / name).is_file() or _hash_of(folder / name) != known:
+            return f"{folder.name}/{name}"
+    return ""
+
+
 def read_state(folder: Path) -> State | None:
-    """The state of a stage's folder, or None where it did not finish or lost its files."""
-    described = read_json(folder / STATE_FILE)
-    if not isinstance(described, dict):
+    """The state of a stage's folder, or None where it did not finish or its files changed."""
+    described = produced_json(folder)
+    if not described or damage(described, folder.parent):
         return None
-    state = state_from(described, folder.parent)
-    return state if state.is_whole() else None
+    return state_from(described, folder.parent)
 
 
 def produced_json(folder: Path) -> dict[str, Any]:
     """state.json of a stage's folder: the state with the SHA-256 of each of its files."""
     described = read_json(folder / STATE_FILE)
-    return described if isinstance(described, dict) else {}
+    known = isinstance(described, dict) and {"kind", "key", "folder"} <= described.keys()
+    return described if known else {}
+
+
+def _files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith("."))
+
+
+def _hash_of(path: Path) -> str:
+    """SHA-256 of a file; a process reads it again where anything about the file changed."""
+    stat = path.stat()
+    key = (str(path), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    if key not in _hashes:
+        _hashes[key] = file_hash(path)
+    return _hashes[key]

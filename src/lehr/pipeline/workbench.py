@@ -23,6 +23,7 @@ from lehr.models.language_model import LanguageModel
 from lehr.models.loading import load_model
 from lehr.models.tokenizer import stop_ids_of
 from lehr.pipeline.events import Events
+from lehr.pipeline.folding import folded_base
 from lehr.pipeline.states import State
 
 
@@ -50,6 +51,8 @@ class Workbench:
         self.packs_exactly = True  # by the admission probe, for every model of this run
         self.is_tiny = recipe.model.startswith("tiny:")
         self.stored_dtype: torch.dtype | None = None  # of the base's files
+        self._folded: tuple[Path, torch.dtype, str] | None = None
+        self._looked_for_adapter = False
 
     @property
     def model(self) -> LanguageModel:
@@ -64,6 +67,9 @@ class Workbench:
     def load_base(self) -> LanguageModel:
         """Load the recipe's model; its key is given later by `name_base`."""
         self._load_weights(self.base)
+        if self._folded is not None:
+            self.stored_dtype = self._folded[1]
+            self.model.notices.insert(0, self._folded[2])
         return self.model
 
     def name_base(self, key: str) -> None:
@@ -151,6 +157,10 @@ class Workbench:
         template = self.recipe.template
         if template not in ("auto", "chatml"):
             template = str(self.recipe.path_of(template))
+        if not self._looked_for_adapter:
+            self._folded, self._looked_for_adapter = folded_base(self.recipe, self.run_folder), True
+        if self._folded is not None:
+            return str(self._folded[0]), self.run_folder, template
         return self.recipe.model, self.recipe.folder, template
 
     def in_fp32(self, state: State) -> LanguageModel:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -140,6 +140,17 @@ def _whole_from_one(value: float) -> float:
     return value
 
 
+def _at_most(limit: int) -> Callable[[float], float]:
+    """A bound so far away that it is said only to who went past it."""
+
+    def check(value: float) -> float:
+        if value > limit:
+            raise refused(f"at most {limit:,}: no machine gets further")
+        return value
+
+    return check
+
+
 # Bounds stand inside the conversion, so that the JSON Schema shows them.
 Number = Annotated[float, BeforeValidator(as_number)]
 Positive = Annotated[float, Field(gt=0), BeforeValidator(as_number)]
@@ -154,13 +165,19 @@ ShareOrUpdates = Annotated[
     float, Field(ge=0), AfterValidator(_whole_from_one), BeforeValidator(as_number)
 ]
 Whole = Annotated[int, BeforeValidator(as_whole)]
-Rows = Annotated[int, Field(ge=0), BeforeValidator(as_whole)]
-Count = Annotated[int, Field(ge=1), BeforeValidator(as_whole)]
-Length = Annotated[int, Field(ge=2), BeforeValidator(as_whole)]
+Rows = Annotated[int, Field(ge=0), AfterValidator(_at_most(10**9)), BeforeValidator(as_whole)]
+# A number of rows, updates or tokens that no machine gets through is a slip of the hand.
+LARGEST = 10**9
+Count = Annotated[int, Field(ge=1), AfterValidator(_at_most(LARGEST)), BeforeValidator(as_whole)]
+Threads = Annotated[int, Field(ge=1), AfterValidator(_at_most(1024)), BeforeValidator(as_whole)]
+Updates = Annotated[int, Field(ge=1), AfterValidator(_at_most(10**7)), BeforeValidator(as_whole)]
+Length = Annotated[int, Field(ge=2), AfterValidator(_at_most(10**8)), BeforeValidator(as_whole)]
+Epochs = Annotated[float, Field(gt=0), AfterValidator(_at_most(10**6)), BeforeValidator(as_number)]
 Truth = Annotated[bool, BeforeValidator(as_truth)]
 Text = Annotated[str, AfterValidator(_word)]
 Name = Annotated[str, Field(pattern=r"^[\w-]+$")]
 AutoCount = Literal["auto"] | Count
+AutoThreads = Literal["auto"] | Threads
 
 
 def describe(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:

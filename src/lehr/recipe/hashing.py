@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lehr.errors import Problem, RecipeError
+from lehr.recipe.adapters import is_adapter, named_base
 from lehr.recipe.checks import is_local_model
 from lehr.recipe.schema import Recipe, Source
 
@@ -87,7 +88,25 @@ def model_part(recipe: Recipe) -> str:
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     names = [str(file.relative_to(path)) if path.is_dir() else file.suffix for file in files]
     samples = [sampled_sha256(file) for file in files]
-    return "sampled:" + _hash(list(zip(names, samples, strict=True)))
+    parts: list[Any] = list(zip(names, samples, strict=True))
+    if path.is_dir() and (base := _base_under(recipe, path)) is not None:
+        parts.append(base)
+    return "sampled:" + _hash(parts)
+
+
+def _base_under(recipe: Recipe, folder: Path) -> str | None:
+    """`model_part` of what an adapter's folder lies over; None for a folder with weights."""
+    if not is_adapter(folder):
+        return None
+    try:
+        base = named_base(folder, recipe.folder)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # refused where the model is loaded, as is an adapter over an adapter
+    if is_adapter(Path(base)):
+        return None
+    under = recipe.model_copy(update={"model": base})
+    under._folder = recipe.folder
+    return model_part(under)
 
 
 def file_sha256(path: Path) -> str:

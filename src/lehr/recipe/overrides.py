@@ -7,12 +7,12 @@ over the defaults. Each override that changes a value of the file is said in a n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from lehr.errors import Problem, RecipeError
 from lehr.recipe.aliases import names_of
 from lehr.recipe.positions import Document, Keys, Place, parse_value
-from lehr.recipe.schema import STAGE_CLASSES
+from lehr.recipe.schema import STAGE_CLASSES, Stage
 from lehr.recipe.suggestions import LATER_KINDS
 from lehr.recipe.translate import (
     expand_short_forms,
@@ -131,8 +131,8 @@ def _set(document: Document, path: Keys, value: Any, place: Place) -> None:
             document.remove(new)
     for known in [keys for keys in document.places if keys[: len(path)] == path]:
         del document.places[known]
-    if value is None and in_stage:
-        document.remove(path)
+    if value is None and in_stage and not _null_says_something(path):
+        document.remove(path)  # the default again
     else:
         document.put(path, value, place)
     if path == ("stages",):
@@ -141,6 +141,14 @@ def _set(document: Document, path: Keys, value: Any, place: Place) -> None:
     translate_all(document)
     if old is not None and old != value:
         document.notices.append(f"{place}: replaces {old!r} ({was or document.name})")
+
+
+def _null_says_something(path: Keys) -> bool:
+    """True for a stage's key whose null is a value and not its default: `clip: null`."""
+    field = Stage.model_fields.get(str(path[2])) if len(path) == 3 else None
+    if field is None or field.default is None or field.default_factory is not None:
+        return False
+    return type(None) in get_args(field.annotation)
 
 
 def _section_of(path: Keys) -> str | None:

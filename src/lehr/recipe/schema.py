@@ -20,8 +20,10 @@ from pydantic import (
 
 from lehr.recipe.fields import (
     AutoCount,
+    AutoThreads,
     BelowOne,
     Count,
+    Epochs,
     Length,
     Name,
     NotNegative,
@@ -35,6 +37,7 @@ from lehr.recipe.fields import (
     ShareOrUpdates,
     Text,
     Truth,
+    Updates,
     Whole,
     as_decay,
     as_default,
@@ -294,10 +297,10 @@ class Stage(Grown):
     micro_batch: AutoCount = Field(
         default="auto", description="packs of one backward; never changes batch_size"
     )
-    max_updates: Annotated[Count | None, BeforeValidator(as_nothing)] = Field(
+    max_updates: Annotated[Updates | None, BeforeValidator(as_nothing)] = Field(
         default=None, description="instead of epochs"
     )
-    epochs: Annotated[Positive | None, BeforeValidator(as_nothing)] = Field(
+    epochs: Annotated[Epochs | None, BeforeValidator(as_nothing)] = Field(
         default=None, description="1 where neither epochs nor max_updates is given"
     )
     learning_rate: NotNegative = 1e-4
@@ -426,7 +429,7 @@ class Recipe(Section):
         default=None, description="folder of the run, which the command line may choose"
     )
     seed: Whole = Field(default=0, ge=0, lt=2**63)
-    threads: AutoCount = "auto"
+    threads: AutoThreads = "auto"
     memory_limit: Literal["auto"] | Positive = Field(default="auto", description="GiB")
     trust_remote_code: Truth = Field(
         default=False, description="run Python code that a model folder brings; in the ledger"
