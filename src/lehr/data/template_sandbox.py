@@ -128,6 +128,17 @@ class _GenerationBlock(jinja2.ext.Extension):
         return caller()
 
 
+class _CountingCode(CodeGenerator):
+    """Compiles `a ~ b` to a call of the environment, which counts it and may keep origins."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        self.write("environment.concat_values((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+
 class PlainEnvironment(ImmutableSandboxedEnvironment):
     """Renders ordinary strings."""
 
@@ -148,7 +159,20 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
             namespace=_GuardedNamespace,
         )
 
+    code_generator_class = _CountingCode
     intercepted_binops = frozenset({"%", "*", "**", "+"})
+
+    @staticmethod
+    def concat_values(values: Iterable[Any]) -> str:
+        texts = [str(value) for value in values]
+        write(sum(map(len, texts)))
+        return "".join(texts)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            limit_pattern(value.__self__)
+        return wrapped
 
     def _limit_filters(self) -> None:
         for name in WIDE_FILTERS:
@@ -217,21 +241,8 @@ def _bounded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return bounded
 
 
-class _TrackingCode(CodeGenerator):
-    """Compiles `a ~ b` to a join that keeps origins."""
-
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
-        self.write("environment.concat_values((")
-        for part in node.nodes:
-            self.visit(part, frame)
-            self.write(", ")
-        self.write("))")
-
-
 class TrackingEnvironment(PlainEnvironment):
     """Renders tracked strings: the result is tracked wherever a message is in it."""
-
-    code_generator_class = _TrackingCode
 
     def __init__(self) -> None:
         super().__init__()
