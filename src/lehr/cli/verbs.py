@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from lehr import signals
 from lehr.cli.terminal import (
     Terminal,
     duration,
@@ -54,6 +55,7 @@ def _terminate_as_interrupt() -> Iterator[None]:
 
 
 def say_json(value: Any) -> None:
+    signals.deaf()
     print(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
