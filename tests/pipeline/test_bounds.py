@@ -109,10 +109,15 @@ def test_weights_that_are_no_numbers_are_named(tmp_path):
         load_model(str(base))
 
 
-@pytest.mark.parametrize("targets", [[], ["q_prog"]])
-def test_adapter_targets_are_refused_before_the_first_stage(work, targets):
-    path = write_recipe(work, short() | {"adapter": {"kind": "lora", "targets": targets}})
+def test_adapter_targets_of_all_stages_are_refused_before_the_first_begins(work):
+    recipe = short()
+    keys = {"fold_parent": True, "name": "more"}
+    for targets, more in (([], {}), (["q_prog"], keys)):
+        adapter = {"kind": "lora", "targets": targets}
+        recipe["stages"].append({"sft": stage("chats", adapter=adapter, **more)})
+    recipe["stages"].pop(0)
     heard = Heard()
-    with pytest.raises(RecipeError, match=r"adapter\.targets"):
-        run(load_recipe(path), listeners=[heard])
+    with pytest.raises(RecipeError) as caught:
+        run(load_recipe(write_recipe(work, recipe)), listeners=[heard])
+    assert "at least one layer name" in str(caught.value) and "q_prog" in str(caught.value)
     assert not heard.of("stage_started")
