@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.pipeline.small import go, lora_recipe, save_base, stage, write_recipe
+from safetensors.torch import load_file, save_file
+from tests.pipeline.small import Heard, go, lora_recipe, save_base, stage, write_recipe
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lehr.errors import RecipeError
 from lehr.models.loading import load_model
+from lehr.pipeline.run import run
 from lehr.recipe.loading import load_recipe
 
 pytestmark = pytest.mark.usefixtures("lean")
@@ -95,3 +97,27 @@ def test_a_broken_generation_config_is_named(tmp_path, content):
     (base / "generation_config.json").write_text(content)
     with pytest.raises(RecipeError, match=r"generation_config\.json"):
         load_model(str(base))
+
+
+def test_weights_that_are_no_numbers_are_named(tmp_path):
+    base = save_base(tmp_path / "base")
+    path = base / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(RecipeError, match=r"NaN or infinite: model\.norm\.weight"):
+        load_model(str(base))
+
+
+def test_adapter_targets_of_all_stages_are_refused_before_the_first_begins(work):
+    recipe = short()
+    keys = {"fold_parent": True, "name": "more"}
+    for targets, more in (([], {}), (["q_prog"], keys)):
+        adapter = {"kind": "lora", "targets": targets}
+        recipe["stages"].append({"sft": stage("chats", adapter=adapter, **more)})
+    recipe["stages"].pop(0)
+    heard = Heard()
+    with pytest.raises(RecipeError) as caught:
+        run(load_recipe(write_recipe(work, recipe)), listeners=[heard])
+    assert "at least one layer name" in str(caught.value) and "q_prog" in str(caught.value)
+    assert not heard.of("stage_started")

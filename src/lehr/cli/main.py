@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lehr import signals
 from lehr.cli.arguments import about_a_name, require_arguments
 from lehr.errors import Interrupted, LehrError, OutOfResources, Problem, RecipeError
 
@@ -216,6 +217,7 @@ _later("lab", "The lab of experiments")
 
 def report_error(error: LehrError, as_json: bool) -> int:
     """Print an error for people (stderr) or programs (stdout); return the exit status."""
+    signals.deaf()
     if as_json:
         print(json.dumps(error.as_json(), ensure_ascii=False, allow_nan=False))
     if error.exit_status == 2 and len(error.problems) > 1:
@@ -238,6 +240,7 @@ def main(arguments: list[str] | None = None) -> None:
         if isinstance(stream, TextIOWrapper):  # a sign that a terminal cannot show ends nothing
             stream.reconfigure(errors="replace")
     status = _run(arguments, as_json)
+    signals.deaf()
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -247,6 +250,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(arguments: list[str], as_json: bool) -> int:
     try:
+        signals.working()
         require_arguments(arguments)
         result: Any = app(args=arguments, standalone_mode=False, prog_name="lehr")
         if result == Interrupted.exit_status:  # the parser swallowed a Ctrl-C
@@ -255,9 +259,7 @@ def _run(arguments: list[str], as_json: bool) -> int:
     except LehrError as error:
         return report_error(error, as_json)
     except (KeyboardInterrupt, typer.Abort):
-        print(file=sys.stderr)
-        problem = Problem("interrupted", "the same command, which goes on from here")
-        return report_error(Interrupted(problem), as_json)
+        return _interrupted(as_json)
     except MemoryError:
         problem = Problem(where="memory", expected="more memory than this machine could give")
         return report_error(OutOfResources(problem), as_json)
@@ -279,6 +281,12 @@ def _run(arguments: list[str], as_json: bool) -> int:
         return _bug(error, as_json)
 
 
+def _interrupted(as_json: bool) -> int:
+    signals.deaf()
+    print(file=sys.stderr)
+    return report_error(Interrupted(Problem("interrupted", signals.EXPECTED)), as_json)
+
+
 def _usage(error: Any, as_json: bool) -> int:
     if as_json:
         problem = Problem(where="command line", expected=error.format_message())
@@ -288,6 +296,8 @@ def _usage(error: Any, as_json: bool) -> int:
 
 
 def _bug(error: BaseException, as_json: bool) -> int:
+    if signals.seen():  # a library turned the signal into an error of its own
+        return _interrupted(as_json)
     if as_json:
         problem = Problem("lehr", "no bug: please report it", f"{type(error).__name__}: {error}")
         value = {"error": {"kind": "bug", "problems": [problem.as_json()]}}

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from lehr import signals
 from lehr.cli.terminal import (
     Terminal,
     duration,
@@ -55,6 +56,7 @@ def _terminate_as_interrupt() -> Iterator[None]:
 
 
 def say_json(value: Any) -> None:
+    signals.deaf()
     print(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 
 from lehr.errors import Problem, RecipeError
 from lehr.models import fetch as fetching
+from lehr.models.finite import refuse_nonfinite
 from lehr.models.gguf_files import convert_gguf, quiet_transformers
 from lehr.models.language_model import LanguageModel
 from lehr.models.precision import loaded_dtype
@@ -80,6 +81,8 @@ def load_model(
         network = _folded(network, tokenizer, adapter, notices)
         for weight in network.parameters():
             weight.data = weight.data.to(dtype)
+    if origin is not None:
+        refuse_nonfinite(spec, network)
     new_rows = set_template(network, tokenizer, template, folder)
     _pad_apart(network, tokenizer)
     notices += validate_generation_config(network)

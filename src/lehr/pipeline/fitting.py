@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-from lehr.errors import Problem
+from lehr.errors import Problem, RecipeError
+from lehr.models.adapters import choose_targets
 
 
 def learned_positions(network: Any) -> int | None:
@@ -37,6 +39,19 @@ def position_problems(recipe: Any, network: Any) -> list[Problem]:
         for index, stage in enumerate(recipe.stages)
         if stage.max_length > rows
     ]
+
+
+def target_problems(recipe: Any, stages: Sequence[Any], network: Any) -> list[Problem]:
+    """Names of layers that the model does not have, of every stage that trains an adapter."""
+    problems: list[Problem] = []
+    for planned in stages:
+        if planned.trains_all:
+            continue
+        try:
+            choose_targets(network, (planned.stage.adapter or recipe.adapter).targets)
+        except RecipeError as error:
+            problems += [one for one in error.problems if one not in problems]
+    return problems
 
 
 def batch_finding(name: str, batch_size: int, rows: int) -> str:

@@ -22,7 +22,7 @@ from lehr.models.loading import model_fingerprint, require_template, resolve_spe
 from lehr.pipeline.admission import admit
 from lehr.pipeline.events import Events
 from lehr.pipeline.files import read_json, write_json
-from lehr.pipeline.fitting import batch_finding, position_problems
+from lehr.pipeline.fitting import batch_finding, position_problems, target_problems
 from lehr.pipeline.keys import base_key
 from lehr.pipeline.precision import require_precision
 from lehr.pipeline.recomputing import Settled, settle_recompute
@@ -87,6 +87,9 @@ def prepare(
     bench.name_base(base_key(recipe, fingerprint, bench.encoder.fingerprint, precision["value"]))
     float8 = require_precision(recipe, model, precision["value"])
     stages, encoded = _stages(recipe, sources, bench, folder)
+    unknown = target_problems(recipe, stages, model.network)
+    if unknown:
+        raise RecipeError(unknown)
     for stage, choices in zip(stages, float8, strict=True):
         stage.float8 = [str(choice) for choice in choices]
     _settle(recipe, stages, bench, machine, precision["value"], stored)
