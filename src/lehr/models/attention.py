@@ -28,7 +28,7 @@ from lehr.models.segments import SegmentPlan, Span
 NAME = "lehr_segments"
 
 # Plain products beat the flash kernel's backward for so few tokens seen, in this dtype.
-SHORT, SHORT_DTYPE = 128, torch.bfloat16
+SHORT, SHORT_DTYPE = 192, torch.bfloat16
 
 # Keyword arguments that transformers passes along and that do not change attention.
 _HARMLESS = frozenset(
