@@ -21,9 +21,8 @@ from lehr.models.adapters import (
     linear_layers,
     trained_tensors,
 )
-
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
+from lehr.recipe.adapters import ADAPTER_CONFIG as ADAPTER_CONFIG
+from lehr.recipe.adapters import ADAPTER_WEIGHTS as ADAPTER_WEIGHTS
 
 
 def write_adapter(

@@ -111,7 +111,7 @@ def _header(target: Path) -> str:
     name = shlex.quote(str(target)) if str(target).isprintable() else "THIS_FILE"
     return (
         f"# A draft by `lehr plan`; look at it with `lehr plan {name}`, start it with\n"
-        f"# `lehr run {name}`. `lehr explain recipe` lists every key.\n"
+        f"# `lehr run {name}`. `lehr explain recipe` says how one is written.\n"
     )
 
 

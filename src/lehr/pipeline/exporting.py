@@ -19,6 +19,7 @@ from lehr.pipeline.showcase import PLAIN_PROMPTS
 from lehr.pipeline.sources import ReadSource
 from lehr.pipeline.states import State
 from lehr.pipeline.workbench import Workbench
+from lehr.report.provenance import export_words
 from lehr.streams import file_hash
 
 ENTRY_FILE = "lehr-export.json"
@@ -74,7 +75,8 @@ def export_promoted(
     for kind in missing:
         entry, parity = _export(run_folder, kind, model, state, trained, bench)
         entries.append(entry)
-        events.emit("exported", said(entry, parity), kind_of_export=kind, **parity.as_json())
+        text = f"export {kind}: {export_words(entry)}"
+        events.emit("exported", text, kind_of_export=kind, **parity.as_json())
         gap = gap or (f"{kind}: {parity.problem}" if parity.problem else "")
     return entries, gap
 
@@ -136,21 +138,6 @@ def parity_of(folder: Path, kind: str, trained: Trained, bench: Workbench) -> Pa
     cast = kind == "merged" and stored_dtype(folder) != torch.float32
     network, tokenizer = read_plain(folder, kind)
     return compare(trained, network, tokenizer, sorted(bench.encoder.stop_ids), cast)
-
-
-def said(entry: Mapping[str, Any], parity: Parity) -> str:
-    """An export's parity in one line."""
-    if parity.problem:
-        return f"export {entry['kind']}: {parity.problem}"
-    if parity.cast:
-        near = f"KL {parity.kl:.0e} nats a token, rounded to the base's dtype,"
-    else:
-        near = f"at most {parity.gap:.0e} nats apart" if parity.gap else "bit for bit"
-    line = f"export {entry['kind']}: the same as trained, {near} on {parity.positions} tokens"
-    if entry["cast_refused"]:
-        why = entry["cast_refused"]["problem"]
-        line += f"; it is in fp32, because in the base's dtype it would be off ({why})"
-    return line
 
 
 def parity_texts(

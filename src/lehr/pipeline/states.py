@@ -10,6 +10,7 @@ from typing import Any, Literal
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lehr.models.peft_format import ADAPTER_WEIGHTS
 from lehr.pipeline.files import read_json, write_json
 from lehr.streams import file_hash
 
@@ -50,7 +51,7 @@ class State:
     def tensors(self) -> dict[str, Tensor]:
         """The adapter's tensors, by the model's names for them."""
         assert self.kind == "adapter"
-        return load_file(self.files / "adapter_model.safetensors")
+        return load_file(self.files / ADAPTER_WEIGHTS)
 
     def save(self, run_folder: Path) -> None:
         """Describe the state beside its files; it exists from here on."""

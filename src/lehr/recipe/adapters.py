@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 FOLDERS_ABOVE = 4
 
 
 def is_adapter(folder: Path) -> bool:
     """True for a folder with an adapter's config and no weights of a whole model."""
-    whole = [path for path in folder.glob("*.safetensors") if path.name != WEIGHTS]
-    return (folder / CONFIG).is_file() and not whole
+    whole = [path for path in folder.glob("*.safetensors") if path.name != ADAPTER_WEIGHTS]
+    return (folder / ADAPTER_CONFIG).is_file() and not whole
 
 
 def named_base(adapter: Path, folder: Path) -> str:
@@ -25,7 +25,7 @@ def named_base(adapter: Path, folder: Path) -> str:
 
     Raises OSError, ValueError, KeyError and TypeError where the config names no base.
     """
-    config = json.loads((adapter / CONFIG).read_text(encoding="utf-8"))
+    config = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     base = config["base_model_name_or_path"]
     if not isinstance(base, str) or not base.strip():
         raise ValueError("base_model_name_or_path is no text")

@@ -27,25 +27,29 @@ def lineage_steps(run: RunFiles) -> list[tuple[str, str, str]]:
                 )
             )
     for export in objects(run.ledger.get("exports")):
-        found = parity_words(mapping(export.get("parity")))
-        steps.append((f"export {text(export.get('kind'))}", text(export.get("path")), found))
+        kind, path = text(export.get("kind")), text(export.get("path"))
+        steps.append((f"export {kind}", path, export_words(export)))
     return steps
 
 
-def parity_words(parity: Mapping[str, object]) -> str:
-    """An export's parity as a sentence; empty where it was not checked."""
+def export_words(export: Mapping[str, object]) -> str:
+    """What the parity check of an export found, as a sentence; empty where it was not made."""
+    parity = mapping(export.get("parity"))
     if not parity:
         return ""
     if text(parity.get("problem")):
         return f"NOT what was trained: {text(parity['problem'])}"
-    positions = plain(parity.get("positions"), 0)
+    gap = number(parity.get("gap"))
     if parity.get("cast"):
-        near = f"KL {plain(parity.get('kl'), 6)} nats a token, as rounded"
-    elif number(parity.get("gap")):
-        near = f"at most {number(parity['gap']):.0e} nats apart"
+        kl = number(parity.get("kl")) or 0.0
+        near = f"KL {kl:.0e} nats a token, rounded to the base's dtype,"
     else:
-        near = "bit for bit"
-    return f"the same as trained, {near}, on {positions} tokens"
+        near = f"at most {gap:.0e} nats apart" if gap else "bit for bit"
+    said = f"the same as trained, {near} on {plain(parity.get('positions'), 0)} tokens"
+    refused = text(mapping(export.get("cast_refused")).get("problem"))
+    if refused:
+        said += f"; it is in fp32, because in the base's dtype it would be off ({refused})"
+    return said
 
 
 def _value(value: object) -> str:

@@ -391,10 +391,12 @@ class Engine:
         whenever they are asked for, so that what was evaluated is what is kept."""
         before = self._batches.state()
         self._batches.load(self._first_batches)
-        for _ in range(self.settings.batch_norm.reestimate_updates):
-            for pack in cut(self._batches.next(), self.settings.micro_batch, self._merge):
-                yield partial(self._forward, pack)
-        self._batches.load(before)
+        try:
+            for _ in range(self.settings.batch_norm.reestimate_updates):
+                for pack in cut(self._batches.next(), self.settings.micro_batch, self._merge):
+                    yield partial(self._forward, pack)
+        finally:
+            self._batches.load(before)
 
     def _forward(self, pack: Pack) -> None:
         with arithmetic(self.model, self.settings.precision):
