@@ -49,6 +49,8 @@ def answer_once(
 def converse(names: Sequence[str], template: str, prompt: str | None, tokens: int) -> int:
     """Answer one prompt, or lines from the terminal until it ends."""
     console = Console(highlight=False)
+    if prompt is not None:
+        require_text(prompt, "--prompt")
     speakers = load_speakers(names, template)
     if prompt is not None:
         _answer(
