@@ -36,11 +36,13 @@ def one_run(options: argparse.Namespace) -> dict[str, Any]:
     from lehr.diagnosis.machine import measure_gemm
     from lehr.models.loading import load_model
     from lehr.objectives.language import Language
+    from lehr.training.allocator import keep_freed_memory
     from lehr.training.engine import Engine
     from lehr.training.schedules import Schedule
     from lehr.training.settings import EngineSettings
 
     torch.set_num_threads(options.threads)
+    keep_freed_memory()
     model = load_model(options.model, precision=options.precision)
     model.add_adapter(rank=16)
     template = Template.from_tokenizer(model.tokenizer)

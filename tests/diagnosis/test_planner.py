@@ -14,6 +14,7 @@ from lehr.diagnosis.planner import (
     resident_bytes,
     seconds_per_update,
 )
+from lehr.models.norms import use_fused_norms
 
 CONFIG = {
     "hidden_size": 64,
@@ -104,6 +105,7 @@ def test_activations_match_what_autograd_keeps(key_value: int, dtype: torch.dtyp
     """Within 10 % of the bytes of all tensors saved for the backward pass of a real layer stack."""
     config = LlamaConfig(**{**CONFIG, "num_key_value_heads": key_value}, vocab_size=50)
     model = LlamaForCausalLM(config).to(dtype)
+    use_fused_norms(model)
     own = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
     kept: dict[int, int] = {}
     tokens = 96

@@ -8,7 +8,7 @@ from families import FAMILIES, model_of, network_of, tree_pack
 
 import oracle
 from lehr.data.shapes import Segments
-from lehr.models import attention as attention_module
+from lehr.models import attention_cpu as attention_module
 from lehr.models.attention import (
     NAME,
     UnsupportedAttentionError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from families import FAMILIES, model_of, tree_pack
 
 import oracle
 from lehr.models.head import (
+    FrozenHead,
+    FusedHead,
     Head,
     OrderedGather,
-    _FusedHead,
     chunk_rows,
     divergence,
     token_stats,
@@ -59,12 +61,68 @@ def test_gradcheck(name):
                 "softcap": settings.get("softcap"),
             }
         )
-        out = _FusedHead.apply(
+        out = FusedHead.apply(
             hidden, weight, own_bias, own_rows, targets, head.detached(), 3, False, False
         )
         return out[0], out[1]
 
     assert torch.autograd.gradcheck(run, inputs)
+
+
+def _frozen(name):
+    """Hidden states, and the head of HEADS with a frozen matrix: (hidden, rows, head)."""
+    settings = dict(HEADS[name])
+    hidden = _some(7, 6, dtype=torch.float64).requires_grad_()
+    rows = settings.pop("rows", None)
+    rows = None if rows is None else rows.clone().requires_grad_()
+    return hidden, rows, Head(_some(17, 6, seed=1, dtype=torch.float64), rows=rows, **settings)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_gradcheck_of_a_frozen_head(name):
+    hidden, rows, head = _frozen(name)
+    targets = torch.tensor([2, 0, 16, 9, 9, 3, 11])
+    inputs = [hidden] if rows is None else [hidden, rows]
+
+    def run(hidden, rows=None):
+        return FrozenHead.apply(hidden, rows, targets, replace(head, rows=rows), 3, False, False)[
+            :2
+        ]
+
+    assert torch.autograd.gradcheck(run, inputs)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_frozen_head_says_what_a_trained_one_says(name):
+    hidden, rows, head = _frozen(name)
+    index, targets = torch.arange(7), torch.tensor([2, 0, 16, 9, 9, 3, 11])
+    weight = _some(7, seed=8, dtype=torch.float64)
+    inputs = [hidden] if rows is None else [hidden, rows]
+    found = []
+    for trains in (False, True):
+        one = replace(head, weight=head.weight.detach().requires_grad_(trains))
+        stats = token_stats(hidden, index, targets, one, entropy=True, argmax=True, chunk=3)
+        loss = (weight * stats.log_probability + stats.log_z**2).sum()
+        found.append((stats, torch.autograd.grad(loss, inputs)))
+    (frozen, gradients), (trained, expected) = found
+    for name in ("log_probability", "log_z", "entropy", "argmax"):
+        assert torch.equal(getattr(frozen, name), getattr(trained, name))
+    for one, two in zip(gradients, expected, strict=True):
+        assert (one - two).abs().max() < 1e-12
+
+
+def test_a_sure_prediction_keeps_its_small_gradient_in_bf16():
+    # p(y) over 0.99: summed together, the target's share cancels and rounding is left.
+    weight = _some(200, 32, seed=1).bfloat16()
+    targets = torch.tensor([5, 60, 199])
+    hidden = (weight[targets].float() * 0.8).bfloat16().requires_grad_()
+    stats = token_stats(hidden, torch.arange(3), targets, Head(weight))
+    assert stats.log_probability.exp().min() > 0.99
+    (found,) = torch.autograd.grad(stats.log_probability.sum(), hidden)
+    exact = hidden.detach().double().requires_grad_()
+    logs = torch.log_softmax(exact @ weight.double().T, 1)
+    (expected,) = torch.autograd.grad(logs[torch.arange(3), targets].sum(), exact)
+    assert oracle.relative_gap(found.double(), expected) < 0.1
 
 
 def test_closed_form_of_equal_logits():

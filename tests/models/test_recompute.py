@@ -85,7 +85,7 @@ def test_bf16_with_fp32_weights_keeps_no_casts() -> None:
 def test_bytes_of_a_llama_in_closed_form() -> None:
     """Floats of a token and layer with all weights trained (d width, q and k of the heads, f):
 
-    none       6 d (two norms: input, normed, scaled) + 2 (two statistics)
+    none       4 d (two norms: input, scaled) + 2 (two statistics)
                + 2 q + 2 k (attention) + h (normalisers) + 4 f
     selective  d (input) + q + 2 k + d (output of attention) + 2 f
     full       d
@@ -96,7 +96,7 @@ def test_bytes_of_a_llama_in_closed_form() -> None:
     query, key = width, config.num_key_value_heads * config.head_dim
     heads = config.num_attention_heads
     wanted = {
-        "none": 6 * width + 2 + 2 * query + 2 * key + heads + 4 * inner,
+        "none": 4 * width + 2 + 2 * query + 2 * key + heads + 4 * inner,
         "selective": 2 * width + query + 2 * key + 2 * inner,
         "full": width,
     }

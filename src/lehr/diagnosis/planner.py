@@ -66,12 +66,12 @@ def activation_bytes_per_token(shape: Shape, precision: str, all_weights: bool) 
 
     A layer keeps, in compute precision of b bytes: the two normed inputs (2 d), queries, keys,
     values and the attention's answer (2 q + 2 k), the gate before and after its nonlinearity,
-    the other branch and their product (4 f). Each norm keeps its input in fp32 (2 x 4 d); with
-    trained norms its output before scaling as well (2 b d).
+    the other branch and their product (4 f). Each norm keeps its input (2 b d; fp32 where all
+    weights train). Attention over short segments keeps its shares beside: measured, not here.
     """
     b = _bytes(precision)
     kept = 2 * shape.width + 2 * shape.query + 2 * shape.key_value + 4 * shape.inner
-    norms = 2 * 4 * shape.width + (2 * b * shape.width if all_weights else 0)
+    norms = 2 * (4 if all_weights else b) * shape.width
     return shape.layers * (b * kept + norms)
 
 

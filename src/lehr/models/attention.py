@@ -21,14 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lehr.models.attention_cpu import CpuSegments, visible
 from lehr.models.replay import unit
-from lehr.models.segments import SegmentPlan, Span
+from lehr.models.segments import SegmentPlan
 
 # "flash" or "/" in the name would be taken for a kernel from the hub.
 NAME = "lehr_segments"
-
-# Plain products beat the flash kernel's backward for so few tokens seen, in this dtype.
-SHORT, SHORT_DTYPE = 192, torch.bfloat16
 
 # Keyword arguments that transformers passes along and that do not change attention.
 _HARMLESS = frozenset(
@@ -123,7 +121,7 @@ def _direct(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    out: Tensor = _CpuSegments.apply(query_htd, key_ktd, value_ktd, plan, scale, window)
+    out: Tensor = CpuSegments.apply(query_htd, key_ktd, value_ktd, plan, scale, window)
     return out
 
 
@@ -162,167 +160,6 @@ def _refuse_unsupported(
             )
 
 
-class _CpuSegments(torch.autograd.Function):
-    """One direct kernel call per segment, reading from and writing into the pack in place.
-
-    Grouped heads are a view of stride 0 (no copies of keys and values), nothing is
-    padded, and gradients of a shared prompt are added in the order of its branches.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query_htd: Tensor,
-        key_ktd: Tensor,
-        value_ktd: Tensor,
-        plan: SegmentPlan,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        heads, tokens, _ = query_htd.shape
-        out_thd = query_htd.new_empty(tokens, heads, value_ktd.shape[-1])
-        normalisers = []
-        for span in plan.spans:
-            mask = plan.mask(span, window, query_htd.dtype, query_htd.device)
-            out, normaliser = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *_grouped(query_htd, key_ktd, value_ktd, span),
-                0.0,
-                mask is None,
-                attn_mask=mask,
-                scale=scale,
-            )
-            rows = out_thd[span.start : span.start + span.length]
-            rows.view(span.length, *out.shape[:2], -1).copy_(out.permute(2, 0, 1, 3))
-            normalisers.append(normaliser)
-        ctx.save_for_backward(query_htd, key_ktd, value_ktd, out_thd, *normalisers)
-        ctx.plan, ctx.scale, ctx.window = plan, scale, window
-        return out_thd
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_thd: Tensor) -> tuple[Tensor | None, ...]:
-        query_htd, key_ktd, value_ktd, out_thd, *normalisers = ctx.saved_tensors
-        grad_query = torch.empty_like(query_htd, memory_format=torch.contiguous_format)
-        grad_key = torch.zeros_like(key_ktd, memory_format=torch.contiguous_format)
-        grad_value = torch.zeros_like(value_ktd, memory_format=torch.contiguous_format)
-        groups = key_ktd.shape[0]
-        for span, normaliser in zip(ctx.plan.spans, normalisers, strict=True):
-            own = slice(span.start, span.start + span.length)
-            seen = span.context_length + span.length
-            if query_htd.dtype == SHORT_DTYPE and seen <= SHORT:
-                causal = ctx.plan.mask(
-                    span, ctx.window, torch.float32, query_htd.device, plain=True
-                )
-                assert causal is not None
-                by_query, by_key, by_value = _short_backward(
-                    _split_heads(grad_thd[own].transpose(0, 1), groups),
-                    _split_heads(query_htd[:, own], groups),
-                    _visible(key_ktd, span),
-                    _visible(value_ktd, span),
-                    normaliser,
-                    causal,
-                    ctx.scale,
-                )
-                grad_query[:, own] = by_query
-                _add_to_seen(grad_key, grad_value, by_key, by_value, span)
-                continue
-            mask = ctx.plan.mask(span, ctx.window, query_htd.dtype, query_htd.device)
-            (
-                query_part,
-                key_part,
-                value_part,
-            ) = _grouped(query_htd, key_ktd, value_ktd, span)
-            by_query, by_key, by_value = (
-                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                    _split_heads(grad_thd[own].transpose(0, 1), groups),
-                    query_part,
-                    key_part,
-                    value_part,
-                    _split_heads(out_thd[own].transpose(0, 1), groups),
-                    normaliser,
-                    0.0,
-                    mask is None,
-                    attn_mask=mask,
-                    scale=ctx.scale,
-                )
-            )
-            grad_query[:, own] = by_query.flatten(0, 1)
-            _add_to_seen(grad_key, grad_value, by_key.sum(1), by_value.sum(1), span)
-        return grad_query, grad_key, grad_value, None, None, None
-
-
-def _short_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    normaliser: Tensor,
-    mask: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (query [H, n, D], key and value [K, m, D]) by plain products.
-
-    grad, query [K, H/K, n, D]; normaliser = log Σ exp [K, H/K, n]; mask [n, m]. Heads of a
-    group are rows of one product, so that nothing is repeated for them. At 75 tokens in
-    bf16 this takes a fifth of the time of torch's flash kernel, at 256 as long.
-    """
-    groups, repeats, length, width = query.shape
-    rows = query.reshape(groups, repeats * length, width)
-    grad_rows = grad.reshape(groups, repeats * length, -1)
-    # In fp32, as the kernel's normaliser is: a large score rounded to bf16 is off by units.
-    scores = torch.bmm(rows.float(), key.float().transpose(1, 2))
-    scores = scores.view(groups, repeats, length, -1)
-    shares = scores.mul_(scale).add_(mask).sub_(normaliser.unsqueeze(-1)).exp_()
-    by_share = torch.bmm(grad_rows, value.transpose(1, 2)).view_as(shares)
-    by_score = torch.ops.aten._softmax_backward_data(by_share.float(), shares, -1, torch.float32)
-    by_score = by_score.mul_(scale).to(query.dtype).view(groups, repeats * length, -1)
-    shares = shares.to(value.dtype).view(groups, repeats * length, -1)
-    return (
-        torch.bmm(by_score, key).view(groups * repeats, length, width),
-        torch.bmm(by_score.transpose(1, 2), rows),
-        torch.bmm(shares.transpose(1, 2), grad_rows),
-    )
-
-
-def _add_to_seen(
-    grad_key: Tensor, grad_value: Tensor, by_key: Tensor, by_value: Tensor, span: Span
-) -> None:
-    """Add gradients [K, m, D] to what the span sees, its context first."""
-    at = 0
-    for start, length in (*span.context, (span.start, span.length)):
-        grad_key[:, start : start + length] += by_key[:, at : at + length]
-        grad_value[:, start : start + length] += by_value[:, at : at + length]
-        at += length
-
-
-def _split_heads(rows_htd: Tensor, groups: int) -> Tensor:
-    return rows_htd.unflatten(0, (groups, rows_htd.shape[0] // groups))
-
-
-def _grouped(
-    query_htd: Tensor, key_ktd: Tensor, value_ktd: Tensor, span: Span
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Views [K, H/K, n, D] of the queries and [K, H/K (stride 0), m + n, D] of keys and values."""
-    groups = key_ktd.shape[0]
-    query = _split_heads(query_htd[:, span.start : span.start + span.length], groups)
-    shape = (-1, query.shape[1], -1, -1)
-    return (
-        query,
-        _visible(key_ktd, span).unsqueeze(1).expand(shape),
-        _visible(value_ktd, span).unsqueeze(1).expand(shape),
-    )
-
-
-def _visible(rows_ktd: Tensor, span: Span) -> Tensor:
-    own = rows_ktd[:, span.start : span.start + span.length]
-    if not span.context:
-        return own
-    if sum(span.context[0]) == span.start and len(span.context) == 1:
-        return rows_ktd[:, span.context[0][0] : span.start + span.length]
-    pieces = [rows_ktd[:, start : start + length] for start, length in span.context]
-    return torch.cat([*pieces, own], dim=1)
-
-
 def attention_by_autograd(
     query_htd: Tensor,
     key_ktd: Tensor,
@@ -337,8 +174,8 @@ def attention_by_autograd(
     parts = []
     for span in plan.spans:
         query = query_htd[:, span.start : span.start + span.length]
-        key = _visible(key_ktd, span).repeat_interleave(repeats, 0)
-        value = _visible(value_ktd, span).repeat_interleave(repeats, 0)
+        key = visible(key_ktd, span).repeat_interleave(repeats, 0)
+        value = visible(value_ktd, span).repeat_interleave(repeats, 0)
         mask = plan.mask(span, window, query.dtype, query.device)
         if softcap is None:
             part = F.scaled_dot_product_attention(

@@ -17,6 +17,7 @@ from lehr.models import adapters, saving
 from lehr.models.adapter_layers import AdapterSpec, LoraMixin
 from lehr.models.attention import attention, use_segments
 from lehr.models.head import Head, TokenStats, divergence, head_of, token_stats
+from lehr.models.norms import use_fused_norms
 from lehr.models.peft_format import read_adapter, write_adapter
 from lehr.models.precision import autocast_dtype, compute_dtype, trained_dtype
 from lehr.models.recompute import Keeps, Kind, Recomputation
@@ -75,6 +76,7 @@ class LanguageModel(nn.Module):
                 module.padding_idx = None
         network.requires_grad_(False)
         use_segments(network)
+        use_fused_norms(network)
 
     @property
     def vocabulary_size(self) -> int:

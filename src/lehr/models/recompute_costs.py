@@ -29,7 +29,7 @@ class Cost:
     fixed_bytes    the same for any number of tokens (random states)
     working_bytes  of the largest block, while its backward pass has it computed again
     operations     floating-point operations of products that are repeated
-    attention_operations  of attention cores, over a segment of `tokens` tokens
+    attention_operations  of attention cores, over segments of `segment_tokens` tokens
     """
 
     tokens: int
@@ -38,6 +38,7 @@ class Cost:
     working_bytes: int
     operations: float
     attention_operations: float
+    segment_tokens: int = 0  # 0: one segment of all tokens
 
     def bytes_of(self, tokens: int) -> int:
         """Peak of the activations of a micro-batch of `tokens` tokens."""
@@ -46,7 +47,7 @@ class Cost:
 
     def operations_per_token(self, segment_tokens: int) -> float:
         """Of a token in a segment of that many: an attention core's grow with it."""
-        longer = segment_tokens / self.tokens
+        longer = segment_tokens / (self.segment_tokens or self.tokens)
         return (self.operations + self.attention_operations * longer) / self.tokens
 
 
@@ -73,14 +74,17 @@ class BudgetTooSmall(ValueError):
 class Costs:
     """Measures choices for a model that is ready to train; `stop()` ends it.
 
-    pack            one segment; a few dozen tokens say what thousands cost
-    segment_tokens  how long segments will be (default: as in the pack)
+    pack            a few dozen tokens say what thousands cost; what attention keeps of a token
+                    depends on its segment, so segments are as long as they will be, where they
+                    can be
+    segment_tokens  how long segments will be (default: as the pack's longest)
     Raises ValueError where the model has no blocks that can be computed again.
     """
 
     def __init__(self, model: Any, pack: Pack, segment_tokens: int | None = None) -> None:
         self._model, self._pack = model, pack
-        self._longer = (segment_tokens or pack.tokens) / pack.tokens
+        self._segment_tokens = int(pack.segments.length.max())
+        self._longer = (segment_tokens or self._segment_tokens) / self._segment_tokens
         self._own = [*model.network.parameters(), *model.network.buffers()]
         self.recomputation = Recomputation(model.network, "selective")
         self._forward()  # finds the product that ends each block
@@ -134,7 +138,9 @@ class Costs:
             attention = meter.operations.pop(ATTENTION, 0.0)
             products = sum(meter.operations.values())
             largest = max(working, default=0)
-            cost = Cost(self._pack.tokens, kept, fixed, largest, products, attention)
+            cost = Cost(
+                self._pack.tokens, kept, fixed, largest, products, attention, self._segment_tokens
+            )
             meter.replays.clear()
             self._found[key] = cost, meter
         return self._found[key]

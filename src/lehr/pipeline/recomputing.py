@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lehr.errors import Problem, RecipeError
+from lehr.models.attention_cpu import SHORT
 from lehr.models.probe import probe_pack
 from lehr.models.recompute import Keeps, Kind
 from lehr.models.recompute_costs import BudgetTooSmall, Cost, Costs
@@ -152,7 +153,7 @@ def settle_recompute(
     adapter = None if trains_all else stage.adapter
     with as_it_will_train(model, adapter):
         try:
-            costs = Costs(model, _some(model, ids), segment_tokens)
+            costs = Costs(model, _some(model, ids, segment_tokens), segment_tokens)
         except ValueError as error:
             if stage.recompute not in ("none", "auto"):
                 raise RecipeError(Problem(where, str(error), stage.recompute)) from error
@@ -253,8 +254,12 @@ def as_it_will_train(model: Any, adapter: Any) -> Iterator[None]:
         torch.set_rng_state(random)
 
 
-def _some(model: Any, ids: Tensor) -> Any:
-    """One segment of the first ids, as long as a measurement may be."""
+def _some(model: Any, ids: Tensor, segment_tokens: int) -> Any:
+    """As many of the first ids as a measurement may have, in segments as long as the stage's.
+
+    What attention keeps of a token depends on the segment's length, up to one beyond SHORT.
+    """
     weights = sum(parameter.numel() for parameter in model.network.parameters())
     count = min(max(int(MEASURED_OPERATIONS / (2 * weights)), FEWEST_TOKENS), MOST_TOKENS)
-    return probe_pack([(ids[:count], -1)])
+    count = max(count, min(segment_tokens, SHORT + 1))
+    return probe_pack([(part, -1) for part in ids[:count].split(segment_tokens)])

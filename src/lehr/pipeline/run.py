@@ -32,6 +32,7 @@ from lehr.recipe.loading import dump_recipe, recipe_hash, recipe_notices
 from lehr.recipe.resolve import resumed
 from lehr.report.html import write_report
 from lehr.report.strategy import write_strategy
+from lehr.training.allocator import keep_freed_memory
 from lehr.training.resources import peak_memory_gib, reset_peak_memory
 
 
@@ -52,6 +53,7 @@ def run(
     name, folder = place_of(recipe, name, out)
     recipe = resumed(recipe, folder)
     with claimed(folder, name, fresh):
+        keep_freed_memory()
         events = Events(folder / "events.jsonl", listeners)
         events.emit("run_started", f"{name}: {recipe.model} → {shown(folder)}", folder=str(folder))
         for notice in recipe_notices(recipe):

@@ -1,0 +1,172 @@
+"""DPO of SmolLM2-135M with LoRA r=16: lehr and TRL on the same pairs in one run.
+
+    python -m benchmarks.dpo_speed --peer-python .venv-peer/bin/python --precision bf16 --rounds 2
+
+Both train on the same pairs for the same number of updates in turn, in processes of their own.
+The reference pass counts: lehr makes it once before the first update, TRL inside each update. The
+first update is left out on both sides, and its share of lehr's reference pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.sft_speed import child
+
+
+def one_run(options: argparse.Namespace) -> dict[str, Any]:
+    """lehr's timed updates: the child process."""
+    import torch
+
+    from lehr.data.encoding import Encoder
+    from lehr.data.loader import UpdateBatches
+    from lehr.data.packing import merge
+    from lehr.data.sources import read_source
+    from lehr.data.templates import Template
+    from lehr.models.loading import load_model
+    from lehr.objectives.preference import Dpo
+    from lehr.stages.preference import log_probabilities
+    from lehr.training.allocator import keep_freed_memory
+    from lehr.training.engine import Engine
+    from lehr.training.schedules import Schedule
+    from lehr.training.settings import EngineSettings
+
+    torch.set_num_threads(options.threads)
+    keep_freed_memory()
+    model = load_model(options.model, precision=options.precision)
+    model.add_adapter(rank=16)
+    encoder = Encoder(model.tokenizer, Template.from_tokenizer(model.tokenizer), date="2000-01-01")
+    examples = read_source("rows", [Path(options.rows)]).examples
+    encoded = [one for example in examples for one in encoder.encode(example).encoded]
+    batches = UpdateBatches({"rows": encoded}, {"rows": 1.0}, options.batch_size, 0, 1024)
+    started = time.perf_counter(), time.process_time()
+    reference = log_probabilities(model, batches.items(), model.state(), 1024)
+    passed = time.perf_counter() - started[0], time.process_time() - started[1]
+    marks: list[tuple[float, float]] = []
+    rows: list[dict[str, Any]] = []
+
+    def observe(event: Any) -> None:
+        row = getattr(event, "row", None)
+        if row is not None:
+            marks.append((time.perf_counter(), time.process_time()))
+            rows.append(dict(row))
+
+    model.train()
+    with tempfile.TemporaryDirectory() as folder:
+        Engine(
+            model,
+            Dpo(reference=reference, beta=0.1),
+            batches,
+            EngineSettings(
+                updates=options.updates,
+                learning_rate=1e-4,
+                schedule=Schedule("linear", 0, 0, 0.0),
+                checkpoint_every=options.updates,
+            ),
+            Path(folder),
+            (0, "benchmark"),
+            observers=(observe,),
+            merge=merge,
+        ).run()
+    naive = sum(2 * len(one.ids) + sum(len(b.ids) for b in one.branches) for one in encoded)
+    shared = sum(len(one.ids) + sum(len(b.ids) for b in one.branches) for one in encoded)
+    share = passed[0] / options.updates, passed[1] / options.updates
+    return {
+        "wall": [row["seconds"] + share[0] for row in rows[1:]],
+        "cpu": [b[1] - a[1] + share[1] for a, b in itertools.pairwise(marks)],
+        "losses": [row["loss"] for row in rows],
+        "tokens": shared,
+        "naive_tokens": naive,
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }
+
+
+def rows_file(folder: Path, rows: int) -> Path:
+    """Pairs whose questions are of many lengths."""
+    from lehr.data.sources import read_source
+
+    here = Path(__file__).parent.parent / "examples" / "data" / "style_pairs.jsonl"
+    lines = [json.loads(line) for line in here.read_text().splitlines()]
+    assert read_source("pairs", [here]).examples
+    path = folder / "pairs.jsonl"
+    with path.open("w") as file:
+        for number in range(rows):
+            one = lines[number % len(lines)]
+            more = [lines[(number * 7 + k * 31 + 3) % len(lines)] for k in range(number % 12)]
+            question = " ".join([*(other["prompt"] for other in more), one["prompt"]])
+            file.write(json.dumps({**one, "prompt": question}) + "\n")
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--peer-python", default=None, help="python of the peer's environment")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--updates", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--rows", default=None)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(one_run(options)))
+        return
+    from lehr.models.loading import resolve_spec
+
+    where = resolve_spec(options.model).path
+    with tempfile.TemporaryDirectory() as folder:
+        rows = options.rows or str(rows_file(Path(folder), options.batch_size * options.updates))
+        same = ["--updates", str(options.updates), "--batch-size", str(options.batch_size)]
+        same += ["--threads", str(options.threads), "--rows", rows]
+        same += ["--precision", options.precision]
+        ours: list[dict[str, Any]] = []
+        peers: list[dict[str, Any]] = []
+        for _ in range(options.rounds):
+            command = [sys.executable, "-m", "benchmarks.dpo_speed", "--child"]
+            ours.append(child([*command, "--model", options.model, *same]))
+            if options.peer_python:
+                peer = [options.peer_python, str(Path(__file__).parent / "peer_dpo.py")]
+                peers.append(child([*peer, "--model", str(where), *same]))
+    report(ours, peers, options)
+
+
+def report(
+    ours: list[dict[str, Any]], peers: list[dict[str, Any]], options: argparse.Namespace
+) -> None:
+    """The table, as benchmarks/results.md holds it."""
+    first = ours[0]
+    print(f"{options.precision}, {options.threads} threads, {options.batch_size} pairs an update,")
+    print(
+        f"{first['tokens']} tokens computed where one row an answer takes {first['naive_tokens']}"
+    )
+    print("| | pairs/s (wall) | pairs / CPU s | peak GiB | first losses |")
+    print("| --- | --- | --- | --- | --- |")
+    rates = {}
+    for name, runs in (("lehr", ours), ("TRL", peers)):
+        if not runs:
+            continue
+        wall = statistics.median(s for run in runs for s in run["wall"])
+        cpu = statistics.median(s for run in runs for s in run["cpu"])
+        peak = statistics.median(run["peak_gib"] for run in runs)
+        losses = ", ".join(f"{loss:.3f}" for loss in runs[0]["losses"][:2])
+        rates[name] = options.batch_size / wall
+        each = options.batch_size / cpu
+        print(f"| {name} | {rates[name]:.2f} | {each:.2f} | {peak:.2f} | {losses} |")
+    if "TRL" in rates:
+        print(f"ratio {rates['lehr'] / rates['TRL']:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Logits of one chunk of positions, and what a head is.
+
+For a hidden state h and the head's matrix W, logits are z = cap(scale * (h Wᵀ + b)).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+CHUNK_LOGITS = 8_000_000  # about 32 MB of fp32 logits at a time
+
+
+@dataclass(frozen=True)
+class Head:
+    """What turns a hidden state into logits.
+
+    weight   [V, d]
+    bias     [V] or None
+    rows     [k, d] or None: trained rows that stand for `row_ids` [k] of `weight`
+    scale    logits are multiplied by it (Cohere; Granite divides)
+    softcap  c or None: logits become c tanh(z / c) (Gemma 2)
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    rows: Tensor | None = None
+    row_ids: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [c, V] in fp32 (fp64 for fp64) of one chunk of hidden states [c, d]."""
+        return cap(self, uncapped(self, hidden))
+
+    def detached(self) -> Head:
+        """The same numbers without a graph."""
+        return replace(
+            self,
+            weight=self.weight.detach(),
+            bias=None if self.bias is None else self.bias.detach(),
+            rows=None if self.rows is None else self.rows.detach(),
+        )
+
+
+@lru_cache(maxsize=1)
+def bf16_products_pay() -> bool:
+    """True where the processor multiplies bf16 natively; else widening it first is faster."""
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    if torch.float64 in (hidden.dtype, weight.dtype):
+        return torch.float64
+    both = {hidden.dtype, weight.dtype}
+    if torch.bfloat16 in both and (hidden.device.type != "cpu" or bf16_products_pay()):
+        return torch.bfloat16
+    # A CPU multiplies fp16 more slowly than fp32.
+    return torch.float16 if torch.float16 in both and hidden.is_cuda else torch.float32
+
+
+def wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def uncapped(head: Head, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
+    """scale * (h Wᵀ + b) [c, V]; `weight` may hold an already converted copy."""
+    dtype = product_dtype(hidden, head.weight)
+    matrix = head.weight.to(dtype) if weight is None else weight
+    logits = wide(hidden.to(dtype) @ matrix.T)
+    if head.bias is not None:
+        logits += head.bias
+    if head.rows is not None:
+        assert head.row_ids is not None
+        own = wide(hidden) @ wide(head.rows).T.to(wide(hidden).dtype)
+        if head.bias is not None:
+            own = own + head.bias[head.row_ids]
+        logits = logits.index_copy(1, head.row_ids, own.to(logits.dtype))
+    return logits if head.scale == 1.0 else logits * head.scale
+
+
+def cap(head: Head, uncapped: Tensor) -> Tensor:
+    if head.softcap is None:
+        return uncapped
+    return head.softcap * torch.tanh(uncapped / head.softcap)
+
+
+def chunk_rows(vocabulary: int, chunk: int | None = None) -> int:
+    """Positions per chunk: by the vocabulary alone, so that no timing changes a number."""
+    return chunk if chunk is not None else max(16, CHUNK_LOGITS // max(vocabulary, 1))
