@@ -211,6 +211,20 @@ def test_packed_weights_give_the_same_bits() -> None:
         assert torch.equal(packed.prefill(PROMPTS)[0], plain.prefill(PROMPTS)[0])
 
 
+@pytest.mark.skipif(not packing_possible(torch.bfloat16), reason="no bf16 products here")
+def test_in_bf16_a_row_has_the_same_bits_beside_any_others() -> None:
+    model = model_of(
+        "Llama", precision="bf16", hidden_size=192, intermediate_size=1536, num_hidden_layers=4
+    )
+    prompts = [[n, n + 1, *range(40, 40 + n % 7)] for n in range(6, 18)]
+    settings: dict[str, Any] = {"max_new_tokens": 20, "stop_ids": STOP, "temperature": 1.0}
+    wanted = generate(model, prompts, batch_size=12, **settings)
+    for batch_size in (2, 5, 7):
+        got = generate(model, prompts, batch_size=batch_size, **settings)
+        assert [one.log_probabilities for one in got] == [one.log_probabilities for one in wanted]
+        assert [one.ids for one in got] == [one.ids for one in wanted]
+
+
 def test_eight_bits_are_near_and_say_so() -> None:
     codes, scales = to_int8(torch.tensor([[1.0, -2.0, 0.3], [0.0, 0.0, 0.0]]))
     assert codes.tolist() == [[64, -127, 19], [0, 0, 0]]

@@ -29,7 +29,8 @@ def normed(x: Tensor, norm: Norm) -> Tensor:
     """w x / sqrt(mean(x²) + ε) over the last dimension, in fp32 up to the product with w."""
     wide = x.float()
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    factor = torch.addcmul(norm.epsilon, length, length, value=1 / x.shape[-1]).rsqrt_()
+    # One rounding a call: a fused one would round by a row's place among the others.
+    factor = length.mul_(length).mul_(1 / x.shape[-1]).add_(norm.epsilon).rsqrt_()
     return (wide * factor).to(x.dtype).mul_(norm.weight)
 
 

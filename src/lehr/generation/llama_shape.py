@@ -27,10 +27,10 @@ class AnotherShape(ValueError):
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMSNorm: weight [d], and epsilon as a tensor [] in fp32."""
+    """An RMSNorm: weight [d] and epsilon."""
 
     weight: Tensor
-    epsilon: Tensor
+    epsilon: float
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _norm(module: Any) -> Norm:
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     _need(isinstance(epsilon, float), f"{type(module).__name__} without an epsilon")
     assert epsilon is not None
-    return Norm(module.weight.detach(), torch.tensor(epsilon))
+    return Norm(module.weight.detach(), epsilon)
 
 
 def _layer(block: Any, window: int | None) -> Layer:
