@@ -77,6 +77,42 @@ def test_every_family_decodes_what_the_training_pass_says(family: str) -> None:
         assert [one.stopped for one in written] == [one.stopped for one in alone]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_key_value_heads": 4},
+        {"num_key_value_heads": 1, "head_dim": 16},
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+        {"hidden_act": "gelu"},
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+    ],
+    ids=["every head its own", "one group", "biases", "another activation", "scaled positions"],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_a_llama_may_vary(changes: dict[str, Any], precision: str) -> None:
+    model = model_of("Llama", precision=precision, **changes)
+    written = generate(
+        model, PROMPTS, through="lean", max_new_tokens=16, stop_ids=(), temperature=1.0
+    )
+    gaps = training_gaps(model, PROMPTS, written).abs()
+    assert float(gaps.max() if precision == "fp32" else gaps.mean()) <= (
+        1e-4 if precision == "fp32" else 3e-2
+    )
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_depend_on_the_length_are_refused(kind: str) -> None:
+    network = network_of("Llama")
+    network.config.rope_parameters = {**network.config.rope_parameters, "rope_type": kind}
+    assert kind in why_not_lean(network)
+
+
+def test_a_window_that_is_not_understood_is_refused() -> None:
+    network = network_of("Llama")
+    network.config.sliding_window = 64  # longer than any probe
+    assert "window" in why_not_lean(network)
+
+
 @pytest.mark.parametrize("merge", [False, True], ids=["unmerged", "merged"])
 @pytest.mark.parametrize("family", LEAN)
 def test_an_adapter_in_the_lean_pass(family: str, merge: bool) -> None:
