@@ -78,6 +78,11 @@ def test_components_in_closed_form() -> None:
     pure = plan(1_000_000, precision="pure_bf16")
     assert (pure["weights"], pure["gradients"], pure["update"]) == (2_000_000, 2_000_000, 8_000_000)
     assert plan(10_000, head_chunk=16)["head"] == 16 * 500 * 12
+    # Decoding copies 4 MB of weights, less what only an update needs.
+    let_go = sum(lora[name] for name in ("gradients", "activations", "head"))
+    assert lora["decoding"] == max(0, 4_000_000 - let_go)
+    small = plan(10_000, head_chunk=16, activation_bytes=1_000)
+    assert small["decoding"] == 4_000_000 - 40_000 - 1_000 - small["head"] > 0
     assert resident_bytes(lora) > lora["peak"]
 
 

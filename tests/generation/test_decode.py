@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -65,12 +66,15 @@ def assert_same(left: list[Generated], right: list[Generated], tolerance: float 
         assert one.log_probabilities == pytest.approx(other.log_probabilities, abs=tolerance)
 
 
+@pytest.mark.parametrize("through", ["lean", "network"])
 @pytest.mark.parametrize("batch_size", [1, 4, 16])
-def test_greedy_equals_full_passes_at_any_batch_size(batch_size: int) -> None:
+def test_greedy_equals_full_passes_at_any_batch_size(batch_size: int, through: Any) -> None:
     model, prompts = llama(), some_prompts()
     wanted = [by_full_passes(model, prompt, 12) for prompt in prompts]
     assert any(one.stopped for one in wanted) and any(not one.stopped for one in wanted)
-    got = generate(model, prompts, max_new_tokens=12, stop_ids=STOP, batch_size=batch_size)
+    got = generate(
+        model, prompts, max_new_tokens=12, stop_ids=STOP, batch_size=batch_size, through=through
+    )
     assert_same(got, wanted)
 
 
@@ -130,11 +134,12 @@ def test_a_distinct_prompt_is_prefilled_once() -> None:
 
     model.network.forward = counting
     prompts = [[1, 2, 4, 5, 6]] * 6 + [[7, 8]] * 2
-    generate(model, prompts, max_new_tokens=3, stop_ids=(), temperature=1.0, batch_size=8)
+    settings = {"max_new_tokens": 3, "stop_ids": (), "batch_size": 8, "through": "network"}
+    generate(model, prompts, temperature=1.0, **settings)
     assert [shape for shape in rows if shape[1] > 1] == [(2, 5)]
     assert rows[1] == (8, 1)
     rows.clear()
-    generate(model, prompts, max_new_tokens=3, stop_ids=(), batch_size=8)
+    generate(model, prompts, **settings)
     assert rows[1] == (2, 1), "equal prompts have one greedy answer"
 
 
@@ -148,7 +153,9 @@ def test_finished_sequences_leave_the_batch() -> None:
         return forward(**kwargs)
 
     model.network.forward = counting
-    results = generate(model, prompts, max_new_tokens=12, stop_ids=STOP, batch_size=16)
+    results = generate(
+        model, prompts, max_new_tokens=12, stop_ids=STOP, batch_size=16, through="network"
+    )
     # Every token but an answer's last needs a forward pass of its own; none is wasted.
     assert sum(widths[1:]) == sum(len(one.ids) - 1 for one in results)
 
@@ -191,7 +198,7 @@ def test_the_network_is_left_as_it_was() -> None:
     assert model.network.training and model.network.config._attn_implementation == "eager"
     model.network.forward = None
     with pytest.raises(TypeError):
-        generate(model, [[1, 2]], max_new_tokens=2, stop_ids=())
+        generate(model, [[1, 2]], max_new_tokens=2, stop_ids=(), through="network")
     assert model.network.training and model.network.config._attn_implementation == "eager"
 
 
@@ -212,6 +219,8 @@ def test_bad_input_is_named() -> None:
             stop_ids=(),
             temperature=float("nan"),
             top_p=0.0,
+            top_k=-1,
+            min_p=1.0,
             batch_size=0,
         )
     places = [problem.where for problem in caught.value.problems]
@@ -219,6 +228,8 @@ def test_bad_input_is_named() -> None:
         "max_new_tokens",
         "temperature",
         "top_p",
+        "top_k",
+        "min_p",
         "batch_size",
         "prompt 1",
         "prompt 2",

@@ -100,7 +100,8 @@ def forecast(
     Trained tensors are fp32 (4 bytes, gradient 4, AdamW's two moments 8); frozen weights are in
     compute precision. Trained weights that are wider than the products also have a cast copy for
     the backward pass. pure_bf16: trained tensors and gradients are bf16, moments fp32; a step
-    has fp32 weights and gradients while it lasts ("update").
+    has fp32 weights and gradients while it lasts ("update"). "decoding" is what the copy of the
+    weights that decoding lays out for itself takes beyond what an update has let go of.
     Raises ValueError on sizes that make no sense.
     """
     if min(parameters, pack_tokens, micro_batch, vocabulary) < 1:
@@ -125,6 +126,10 @@ def forecast(
         # Logits as the product gives them, in fp32, and their gradient.
         "head": rows * vocabulary * (b + 8),
     }
+    # Evaluations decode between updates, from a copy of the weights at most, while what only
+    # an update needs is free.
+    let_go = components["gradients"] + components["activations"] + components["head"]
+    components["decoding"] = max(0, parameters * b - let_go)
     return {**components, "peak": sum(components.values())}
 
 

@@ -1,4 +1,4 @@
-"""A key-value cache that grows in place instead of being copied at every token."""
+"""Key-value caches that are written in place: one for the lean pass, one for any network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,46 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-__all__ = ["GrowingLayer", "growing_cache"]
+__all__ = ["GrowingLayer", "RowCache", "growing_cache", "select_rows"]
+
+_GRAIN = 64  # positions by which room grows at least
+
+
+class RowCache:
+    """Keys and values [layers, rows, groups, room, size], a slot of its own for each row.
+
+    Slots are left aligned, so that a row's position is its index and no row pads another.
+    Room grows with what is written, never with what was allowed.
+    """
+
+    def __init__(self, layers: int, rows: int, groups: int, size: int, dtype: torch.dtype) -> None:
+        self.rows, self.groups, self.room = rows, groups, 0
+        self.keys = torch.empty(layers, rows, groups, 0, size, dtype=dtype)
+        self.values = torch.empty(layers, rows, groups, 0, size, dtype=dtype)
+
+    def reserve(self, positions: int) -> None:
+        """Room for that many positions in every slot."""
+        if positions <= self.room:
+            return
+        room = max(positions, self.room + self.room // 2)
+        room = -(-room // _GRAIN) * _GRAIN
+        grown = []
+        for old in (self.keys, self.values):
+            new = old.new_zeros(*old.shape[:3], room, old.shape[4])
+            new[:, :, :, : self.room] = old
+            grown.append(new)
+        (self.keys, self.values), self.room = grown, room
+
+    def place(self, slot: int, keys: Tensor, values: Tensor) -> None:
+        """Put a prompt's keys and values [layers, groups, length, size] at a slot's beginning."""
+        self.reserve(keys.shape[2])
+        self.keys[:, slot, :, : keys.shape[2]] = keys
+        self.values[:, slot, :, : keys.shape[2]] = values
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of one slot to another."""
+        for cached in (self.keys, self.values):
+            cached[:, target, :, :length] = cached[:, source, :, :length]
 
 
 class GrowingLayer(DynamicLayer):

@@ -1,27 +1,35 @@
-"""The decode loop: prompts in, new tokens and their log-probabilities out.
+"""Decoding: prompts in, new tokens and their log-probabilities out.
 
-Distinct prompts are prefilled once, prompts of like length share a batch (left padded,
-masked, with explicit positions), and a finished sequence leaves the batch. Greedy results
-do not depend on batch size or order; samples draw random numbers keyed by item and position.
+Distinct prompts are prefilled once, a finished sequence leaves the batch and a waiting one
+takes its place. Greedy results do not depend on batch size or order; samples draw random
+numbers keyed by item and position. The lean pass computes where it was seen to give the
+network's own numbers (`admission`), else the network does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from lehr.errors import Diverged, LehrError, Problem
-from lehr.generation.cache import growing_cache, select_rows
-from lehr.generation.sampling import item_keys, sample_rows, uniforms
-from lehr.models.attention import attention
+from lehr.errors import LehrError, Problem
+from lehr.generation.admission import why_not_lean
+from lehr.generation.lean_batch import LeanBatch
+from lehr.generation.lean_network import LeanNetwork
+from lehr.generation.network_batch import NetworkBatch, decoding_network
+from lehr.generation.products import Kind, packing_possible
+from lehr.generation.rows import Batch, Ending, Group, decode_rows
+from lehr.generation.sampling import Sampling, item_keys, uniform_table
+from lehr.generation.stops import Decode, StopStrings, before_stop
 
 DEFAULT_BATCH_SIZE = 32
+# Laying weights out takes as long as some eight steps gain by it.
+_STEPS_THAT_PACK = 16
+
+Pass = Literal["auto", "lean", "network"]
 
 
 class HasNetwork(Protocol):
@@ -36,19 +44,26 @@ class Generated:
     """What a model wrote after one prompt.
 
     ids                the new tokens; where `stopped`, the last one is the stop id
-    stopped            a stop id was written (else the token budget or the context ended)
+    stopped            a stop id was written (else a stop string was, or the token budget or
+                       the context ended)
     log_probabilities  natural log-probability of each of `ids` under the model itself, at
                        temperature 1 and without a nucleus, whatever was used for sampling
+    stop_string        the stop string that the last token completed, or None
     """
 
     ids: list[int]
     stopped: bool
     log_probabilities: list[float] = field(default_factory=list)
+    stop_string: str | None = None
 
     @property
     def answer_ids(self) -> list[int]:
         """The new tokens without the stop id."""
         return self.ids[:-1] if self.stopped else list(self.ids)
+
+    def text(self, decode: Decode) -> str:
+        """The answer without its stop id or stop string."""
+        return before_stop(decode(self.answer_ids), self.stop_string)
 
 
 def generate(
@@ -59,209 +74,105 @@ def generate(
     stop_ids: Set[int],
     temperature: float = 0.0,
     top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
     seed: int = 0,
+    row_seeds: Sequence[int] | None = None,
+    stop_strings: Sequence[str] = (),
+    decode: Decode | None = None,
     batch_size: int | None = None,
+    through: Pass = "auto",
+    merge_adapter: bool = False,
+    int8: bool = False,
 ) -> list[Generated]:
-    """Continue each prompt until a stop id or `max_new_tokens`.
+    """Continue each prompt until a stop id, a stop string or `max_new_tokens`.
 
-    prompts      token ids as `Encoder.prompt_ids` makes them; results come in this order
-    temperature  0 is greedy; else samples from softmax(logits / temperature)
-    batch_size   sequences decoded together (default 32); changes speed and memory only
+    prompts        token ids as `Encoder.prompt_ids` makes them; results come in this order
+    temperature    0 is greedy; else samples from softmax(logits / temperature), cut by top_k,
+                   top_p and min_p (see Sampling)
+    row_seeds      what names a prompt's random numbers beside `seed` (default: its index)
+    stop_strings   end an answer where its text, by `decode`, holds one of them
+    batch_size     sequences decoded together (default 32); changes speed and memory only
+    through        auto; network: its own forward pass; lean: refused where it is not exact
+    merge_adapter  add the adapter to a copy of the weights: faster by a few percent, and in
+                   bf16 another model by the rounding of that sum
+    int8           weights in 8 bits by row, the adapter merged: half the memory, other numbers
     Raises LehrError for an empty prompt, one that fills the context, or bad settings;
     Diverged where the model's logits are not finite.
     """
-    _check(model, prompts, max_new_tokens, temperature, top_p, batch_size)
+    sampling = Sampling(temperature, top_p, top_k, min_p)
+    _check(model, prompts, max_new_tokens, sampling, batch_size)
+    _check_rows(prompts, row_seeds, stop_strings, decode)
     if not prompts or max_new_tokens == 0:
         return [Generated([], False) for _ in prompts]
-    groups = _groups(prompts, share_answers=temperature == 0.0)
-    results: list[Generated | None] = [None] * len(prompts)
-    decoder = _Decoder(model.network, max_new_tokens, frozenset(stop_ids), temperature, top_p, seed)
-    with torch.no_grad(), decoding_network(model.network):
-        for batch in _batches(groups, batch_size or DEFAULT_BATCH_SIZE):
-            for items, generated in decoder.run(batch):
-                for item in items:
-                    results[item] = generated
-    return [result for result in results if result is not None]
+    groups = _groups(prompts, share_answers=sampling.greedy)
+    network = model.network
+    ending = Ending(
+        frozenset(stop_ids),
+        _budget(network, max_new_tokens),
+        StopStrings(stop_strings, decode) if stop_strings and decode else None,
+    )
+    uniform = None
+    if not sampling.greedy:
+        names = range(len(prompts)) if row_seeds is None else row_seeds
+        uniform = uniform_table(item_keys(seed, names), max_new_tokens)
+    answers = sum(len(group.answers) for group in groups)
+    rows = min(answers, batch_size or DEFAULT_BATCH_SIZE)
+    with torch.no_grad(), decoding_network(network):
+        batch: Batch
+        if _takes_lean_pass(network, through, merge_adapter or int8):
+            steps = max_new_tokens * -(-answers // rows)
+            kind = _kind(network, rows, steps, int8)
+            batch = LeanBatch(LeanNetwork(network, kind, merge_adapter), rows)
+        else:
+            batch = NetworkBatch(network, ending.budget)
+        done = decode_rows(batch, groups, rows, sampling, uniform, ending)
+    results: dict[int, Generated] = {}
+    for row in done:
+        one = Generated(row.ids, row.stopped, row.log_probabilities, row.stop_string)
+        results.update((item, one) for item in row.items)
+    return [results[item] for item in range(len(prompts))]
 
 
-@contextmanager
-def decoding_network(network: Any) -> Iterator[None]:
-    """`network` in evaluation mode under an attention that knows padding and a cache.
-
-    Training packs run under lehr's attention over segments, which refuses both. Soft-capped
-    attention runs under transformers' eager code: its sdpa function refuses the cap.
-    """
-    capped = getattr(network.config, "attn_logit_softcapping", None) is not None
-    training = [module for module in network.modules() if module.training]
-    if training:
-        network.eval()
-    try:
-        with attention(network, "eager" if capped else None):
-            yield
-    finally:
-        for module in training:
-            module.training = True
+def _takes_lean_pass(network: Any, through: Pass, needed: bool) -> bool:
+    if through == "network" and not needed:
+        return False
+    reason = "through: network" if through == "network" else why_not_lean(network)
+    if reason and (needed or through == "lean"):
+        asked = "merge_adapter and int8 need" if needed else "through='lean' needs"
+        raise LehrError(Problem("generate", f"a network for the lean pass, which {asked}", reason))
+    return not reason
 
 
-@dataclass(frozen=True)
-class _Group:
-    """One distinct prompt and the answers wanted for it: each answer serves some items."""
+def _kind(network: Any, rows: int, steps: int, int8: bool) -> Kind:
+    """How the weights lie; but for int8 this changes speed and memory only."""
+    if int8:
+        return "int8"
+    dtype = network.get_input_embeddings().weight.dtype
+    worth = rows > 1 and steps >= _STEPS_THAT_PACK
+    return "packed" if worth and packing_possible(dtype) else "plain"
 
-    prompt: tuple[int, ...]
-    answers: tuple[tuple[int, ...], ...]
+
+def _budget(network: Any, max_new_tokens: int) -> Callable[[int], int]:
+    limit = context_length(network.config)
+
+    def budget(prompt_length: int) -> int:
+        room = max_new_tokens if limit is None else limit - prompt_length
+        return min(max_new_tokens, room)
+
+    return budget
 
 
-def _groups(prompts: Sequence[Sequence[int]], share_answers: bool) -> list[_Group]:
+def _groups(prompts: Sequence[Sequence[int]], share_answers: bool) -> list[Group]:
     """Distinct prompts, shortest first; a greedy answer is shared by all equal prompts."""
     items: dict[tuple[int, ...], list[int]] = {}
     for item, prompt in enumerate(prompts):
         items.setdefault(tuple(int(token) for token in prompt), []).append(item)
     groups = [
-        _Group(prompt, (tuple(same),) if share_answers else tuple((item,) for item in same))
+        Group(prompt, (tuple(same),) if share_answers else tuple((item,) for item in same))
         for prompt, same in items.items()
     ]
     return sorted(groups, key=lambda group: len(group.prompt))
-
-
-def _batches(groups: Sequence[_Group], batch_size: int) -> Iterator[list[_Group]]:
-    """Batches of at most `batch_size` sequences; only an over-large group is divided."""
-    batch: list[_Group] = []
-    room = batch_size
-    for group in groups:
-        parts = [
-            _Group(group.prompt, group.answers[start : start + batch_size])
-            for start in range(0, len(group.answers), batch_size)
-        ]
-        for part in parts:
-            if len(part.answers) > room:
-                yield batch
-                batch, room = [], batch_size
-            batch.append(part)
-            room -= len(part.answers)
-    if batch:
-        yield batch
-
-
-@dataclass
-class _Decoder:
-    network: Any
-    max_new_tokens: int
-    stop_ids: frozenset[int]
-    temperature: float
-    top_p: float
-    seed: int
-
-    def run(self, batch: Sequence[_Group]) -> list[tuple[tuple[int, ...], Generated]]:
-        """Decode one batch of groups to its end."""
-        answers = [answer for group in batch for answer in group.answers]
-        lengths = [len(group.prompt) for group in batch for _ in group.answers]
-        budgets = [self._budget(length) for length in lengths]
-        longest = max(lengths)
-        device = self.network.device
-        cache = growing_cache(self.network.config, longest + max(budgets))
-        logits, mask = self._prefill(batch, cache, longest + max(budgets))
-        owner = [row for row, group in enumerate(batch) for _ in group.answers]
-        if len(owner) != len(batch):
-            select_rows(cache, owner, device)
-            logits = logits[owner]
-            mask = None if mask is None else mask[owner]
-
-        keys = None
-        if self.temperature > 0.0:
-            keys = item_keys(self.seed, [answer[0] for answer in answers])
-        new_ids: list[list[int]] = [[] for _ in answers]
-        log_probabilities: list[list[float]] = [[] for _ in answers]
-        stopped = [False] * len(answers)
-        alive = list(range(len(answers)))
-        position = torch.tensor(lengths, device=device)
-        for step in range(max(budgets)):
-            chosen, chosen_log_probability = self._choose(logits, keys, alive, step)
-            remaining = []
-            for row, (token, value) in enumerate(
-                zip(chosen.tolist(), chosen_log_probability.tolist(), strict=True)
-            ):
-                index = alive[row]
-                new_ids[index].append(token)
-                log_probabilities[index].append(value)
-                stopped[index] = token in self.stop_ids
-                if not stopped[index] and len(new_ids[index]) < budgets[index]:
-                    remaining.append(row)
-            if not remaining:
-                break
-            if len(remaining) < len(alive):
-                select_rows(cache, remaining, device)
-                chosen, position = chosen[remaining], position[remaining]
-                mask = None if mask is None else mask[remaining]
-                alive = [alive[row] for row in remaining]
-            seen = None if mask is None else mask[:, : longest + step + 1]
-            logits = self._logits(chosen[:, None], seen, position[:, None], cache)
-            position = position + 1
-        self._refuse_nonfinite(answers, log_probabilities)
-        return [
-            (items, Generated(ids, stop, values))
-            for items, ids, stop, values in zip(
-                answers, new_ids, stopped, log_probabilities, strict=True
-            )
-        ]
-
-    def _prefill(
-        self, batch: Sequence[_Group], cache: Any, capacity: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run the prompts once -> logits [B, V] of their last tokens, mask [B, capacity]."""
-        device = self.network.device
-        longest = max(len(group.prompt) for group in batch)
-        ids = torch.zeros(len(batch), longest, dtype=torch.long)
-        mask = torch.ones(len(batch), capacity, dtype=torch.long)
-        positions = torch.zeros(len(batch), longest, dtype=torch.long)
-        for row, group in enumerate(batch):
-            padding = longest - len(group.prompt)
-            ids[row, padding:] = torch.tensor(group.prompt)
-            mask[row, :padding] = 0
-            positions[row, padding:] = torch.arange(len(group.prompt))
-        # Without padding there is nothing to mask, and attention takes its fast path.
-        padded = bool((mask == 0).any())
-        kept_mask = mask.to(device) if padded else None
-        seen = None if kept_mask is None else kept_mask[:, :longest]
-        logits = self._logits(ids.to(device), seen, positions.to(device), cache)
-        return logits, kept_mask
-
-    def _logits(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any) -> Tensor:
-        """One forward pass -> fp32 logits [B, V] of the last position."""
-        output = self.network(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            cache=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[:, -1].float()
-
-    def _choose(
-        self, logits: Tensor, keys: Any, alive: Sequence[int], step: int
-    ) -> tuple[Tensor, Tensor]:
-        """Next token [B] of each row, and its log-probability under the model [B]."""
-        if keys is None:
-            chosen = logits.argmax(dim=-1)
-        else:
-            numbers = uniforms(keys[list(alive)], step)
-            chosen = sample_rows(logits, self.temperature, self.top_p, torch.from_numpy(numbers))
-        picked = logits.gather(-1, chosen[:, None]).squeeze(-1)
-        return chosen, picked - torch.logsumexp(logits, dim=-1)
-
-    def _budget(self, prompt_length: int) -> int:
-        limit = context_length(self.network.config)
-        room = self.max_new_tokens if limit is None else limit - prompt_length
-        return min(self.max_new_tokens, room)
-
-    def _refuse_nonfinite(
-        self, answers: Sequence[tuple[int, ...]], log_probabilities: Sequence[Sequence[float]]
-    ) -> None:
-        for items, values in zip(answers, log_probabilities, strict=True):
-            if not np.isfinite(values).all():
-                raise Diverged(
-                    Problem(f"generation, prompt {items[0]}", "finite logits from the model")
-                )
 
 
 def context_length(config: Any) -> int | None:
@@ -275,17 +186,21 @@ def _check(
     model: HasNetwork,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    temperature: float,
-    top_p: float,
+    sampling: Sampling,
     batch_size: int | None,
 ) -> None:
     problems = []
     if max_new_tokens < 0:
         problems.append(Problem("max_new_tokens", "a number of tokens >= 0", max_new_tokens))
+    temperature = sampling.temperature
     if not (np.isfinite(temperature) and temperature >= 0.0):
         problems.append(Problem("temperature", "a finite number >= 0 (0 is greedy)", temperature))
-    if not 0.0 < top_p <= 1.0:
-        problems.append(Problem("top_p", "a share in (0, 1]", top_p))
+    if not 0.0 < sampling.top_p <= 1.0:
+        problems.append(Problem("top_p", "a share in (0, 1]", sampling.top_p))
+    if sampling.top_k < 0:
+        problems.append(Problem("top_k", "a number of tokens, or 0 for all", sampling.top_k))
+    if not 0.0 <= sampling.min_p < 1.0:
+        problems.append(Problem("min_p", "a share in [0, 1)", sampling.min_p))
     if batch_size is not None and batch_size < 1:
         problems.append(Problem("batch_size", "at least 1", batch_size))
     limit = context_length(model.network.config)
@@ -295,5 +210,22 @@ def _check(
         elif limit is not None and len(prompt) >= limit:
             expected = f"fewer tokens than the model's context of {limit}"
             problems.append(Problem(f"prompt {index}", expected, len(prompt)))
+    if problems:
+        raise LehrError(problems)
+
+
+def _check_rows(
+    prompts: Sequence[Sequence[int]],
+    row_seeds: Sequence[int] | None,
+    stop_strings: Sequence[str],
+    decode: Decode | None,
+) -> None:
+    problems = []
+    if row_seeds is not None and len(row_seeds) != len(prompts):
+        problems.append(Problem("row_seeds", f"one for each of {len(prompts)} prompts", row_seeds))
+    if isinstance(stop_strings, str) or any(not one for one in stop_strings):
+        problems.append(Problem("stop_strings", "a list of texts, none empty", stop_strings))
+    if stop_strings and decode is None:
+        problems.append(Problem("decode", "what turns ids into text, for stop_strings"))
     if problems:
         raise LehrError(problems)

@@ -1,0 +1,67 @@
+"""What a decoding step works on: views and masks made once for many steps.
+
+A view costs a microsecond, and a layer needs several; they stay valid while the number of
+rows, the cache's memory and the stretch of positions in sight are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lehr.generation.cache import RowCache
+
+SIGHT = 16  # positions by which the stretch in sight grows
+
+
+@dataclass(frozen=True)
+class LayerViews:
+    """Of one layer's cache: flat [.., size] to write into, [rows, groups, sight, size] to read."""
+
+    keys_flat: Tensor
+    values_flat: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+class StepDesk:
+    """For `rows` rows and positions below `room`, rounded up; a lane is one group of a row."""
+
+    def __init__(self, rows: int, room: int, cache: RowCache) -> None:
+        self.rows, self.lanes = rows, rows * cache.groups
+        self.sight = min(cache.room, -(-room // SIGHT) * SIGHT)
+        self.memory, self.dtype = cache.keys, cache.keys.dtype
+        size = cache.keys.shape[-1]
+        self.layers = [
+            LayerViews(
+                keys.view(-1, size),
+                values.view(-1, size),
+                keys[:rows, :, : self.sight],
+                values[:rows, :, : self.sight],
+            )
+            for keys, values in zip(cache.keys, cache.values, strict=True)
+        ]
+        self._columns = torch.arange(self.sight)
+        self._lane_starts = torch.arange(self.lanes).view(rows, -1) * cache.room
+
+    def fits(self, rows: int, room: int, cache: RowCache) -> bool:
+        """Whether a step of `rows` rows with positions below `room` can work here."""
+        return rows == self.rows and room <= self.sight and cache.keys is self.memory
+
+    def places(self, positions: Tensor) -> Tensor:
+        """Where position p of each row stands in a layer's flat view, lane by lane."""
+        return (self._lane_starts + positions[:, None]).view(-1)
+
+    def masks(self, positions: Tensor, windows: Iterable[int | None]) -> dict[int | None, Tensor]:
+        """For each window (None: all earlier positions): additive [rows, 1, 1, sight]."""
+        masks = {}
+        for window in windows:
+            hidden = self._columns > positions[:, None]
+            if window is not None and window < self.sight:
+                hidden |= self._columns <= positions[:, None] - window
+            mask = torch.zeros(hidden.shape, dtype=self.dtype)
+            masks[window] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+        return masks
