@@ -16,6 +16,7 @@ from rich.console import Console
 
 from lehr import signals
 from lehr.cli.terminal import (
+    WIDTH,
     Terminal,
     duration,
     end_words,
@@ -308,6 +309,7 @@ def explain_verb(topic: str | None, *, as_json: bool) -> int:
     from rich.markdown import Markdown
 
     from lehr.report.explain import explain, topics
+    from lehr.report.folding import fold
 
     if as_json:
         if topic is None:
@@ -322,9 +324,9 @@ def explain_verb(topic: str | None, *, as_json: bool) -> int:
         return 0
     text = explain(topic)
     if console.is_terminal:
-        console.print(Markdown(text))
+        console.print(Markdown(text), width=min(console.width, 100))
     else:
-        print(text)
+        print(fold(text, WIDTH).rstrip("\n"))
     return 0
 
 
