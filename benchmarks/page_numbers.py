@@ -119,8 +119,8 @@ def attention() -> str:
                 moved = max(moved, float((after - together[pairs:]).abs().max()))
     return (
         f"{len(examples)} docstrings in {len(packs)} packs of {PACK_LENGTH}, fp32: packed and "
-        f"alone differ by {gap:.1e} nats at most; other ids in the first move its {neighbours} neighbours "
-        f"by {moved:.1e}"
+        f"alone differ by {gap:.1e} nats at most; other ids in the first move its {neighbours} "
+        f"neighbours by {moved:.1e}"
     )
 
 
@@ -190,7 +190,8 @@ def checkpoints() -> str:
     count = sum(value.numel() for value in trained.values())
     return (
         f"{count:,} trained parameters and two moments, {size / 2**20:.0f} MiB: written, synced "
-        f"and renamed in {min(spent):.3f} s at best, {max(spent):.3f} at worst of 5 (read back: {read})"
+        f"and renamed in {min(spent):.3f} s at best, {max(spent):.3f} at worst of 5 (read back: "
+        f"{read})"
     )
 
 
@@ -245,8 +246,8 @@ def audit() -> str:
     said = [f"{one['kind']} {one['count']}" for one in found.findings]
     dropped = sum(one["rows"] for one in found.sources[0]["dropped"].values())
     return (
-        f"20,000 chats in {spent:.1f} s of one core; planted: 1 duplicate, 1 empty answer, 1 broken "
-        f"line; {dropped} dropped, findings: {', '.join(said) or 'none'}"
+        f"20,000 chats in {spent:.1f} s of one core; planted: 1 duplicate, 1 empty answer, 1 "
+        f"broken line; {dropped} dropped, findings: {', '.join(said) or 'none'}"
     )
 
 
