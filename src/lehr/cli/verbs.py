@@ -20,11 +20,11 @@ from lehr.cli.terminal import (
     Terminal,
     duration,
     end_words,
-    gate_sentence,
     mask_text,
     one_line,
 )
 from lehr.errors import GateRefused, Problem, RecipeError
+from lehr.report.wording import gate_sentence
 
 
 @contextmanager
@@ -250,7 +250,8 @@ def evaluate_verb(
         for note in found.notes:
             console.print(f"  {note}", style="dim", markup=False)
         for gate in found.gates:
-            console.print(f"  {gate['verdict']}: {gate_sentence(gate)}")
+            said = gate_sentence(gate, against=True, needs=True, minus="-")
+            console.print(f"  {gate['verdict']}: {said}")
         for row in found.flips[:10]:
             console.print(f"  {row['direction']}: {one_line(row['prompt'], 60)}", markup=False)
     return 0 if found.verdict in ("passed", "measured") else GateRefused.exit_status
