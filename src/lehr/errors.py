@@ -8,21 +8,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong. `where` is `file:line key.path`, a file or a row."""
+    """One thing that is wrong. `where` is `file:line key.path`, a file or a row.
+
+    says  `expected` is a sentence by itself, where nothing else could have been given
+
+    >>> print(Problem("a.yaml:3 seed", "a whole number", "x"))
+    a.yaml:3 seed: expected a whole number (found 'x')
+    """
 
     where: str
     expected: str
     value: object = None
+    says: bool = False
 
     def __str__(self) -> str:
         found = "" if self.value is None else f" (found {self.value!r})"
-        return f"{self.where}: {self.expected}{found}"
+        return f"{self.where}: {'' if self.says else 'expected '}{self.expected}{found}"
 
     def as_json(self) -> dict[str, Any]:
         value = self.value
@@ -38,13 +45,14 @@ class LehrError(Exception):
 
     exit_status = 1
     kind = "error"
+    says = False  # its problems are sentences
 
     def __init__(self, problems: Sequence[Problem] | Problem | str) -> None:
         if isinstance(problems, str):
-            problems = [Problem(where="lehr", expected=problems)]
+            problems = [Problem(where="lehr", expected=problems, says=True)]
         elif isinstance(problems, Problem):
             problems = [problems]
-        self.problems: list[Problem] = list(problems)
+        self.problems = [replace(one, says=True) if self.says else one for one in problems]
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def as_json(self) -> dict[str, Any]:
@@ -85,3 +93,4 @@ class Interrupted(LehrError):
 
     exit_status = 130
     kind = "interrupted"
+    says = True

@@ -13,7 +13,7 @@ import sys
 from types import FrameType
 
 STATUS = 130
-EXPECTED = "the same command, which goes on from here"
+EXPECTED = "the same command goes on from here"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _owned = False
 _seen = False

@@ -10,7 +10,7 @@ import pytest
 from tests.pipeline.small import lora_recipe, stage, write_recipe
 
 from lehr.cli.main import main
-from lehr.cli.terminal import Terminal, duration, gate_sentence, mask_text
+from lehr.cli.terminal import Terminal, duration, mask_text
 from lehr.pipeline.events import Event
 
 
@@ -89,14 +89,12 @@ def test_text_of_the_user_is_no_markup():
     assert mask_text([{"text": "[/]", "supervised": True, "control": False}]).plain == "[/]"
 
 
-def test_a_gate_that_measured_nothing_has_a_sentence():
-    gate = {
-        **{"name": "g", "unit": "share", "kind": "protect", "against": "base", "limit": 0.04},
-        **{"verdict": "undetermined", "difference": None, "low": None, "high": None},
-    }
-    assert gate_sentence(gate) == "g: not measured"
-    half = gate | {"difference": 0.1, "low": None, "high": None}
-    assert gate_sentence(half) == "g vs base: +10 points (too few items for an interval), limit +4"
+def test_one_slow_update_does_not_make_a_run_of_hours():
+    events = [Event("stage_started", "sft", data={"updates": 100, "reused": False})]
+    for update in range(1, 41):
+        row = {"update": update, "loss": 2.0, "tokens": 10, "skipped": False}
+        events.append(Event("update", data=row | {"seconds": 600.0 if update == 38 else 0.1}))
+    assert drawn(events)[-1].endswith("100 tokens/s, 6 s left")
 
 
 class LeavingReader(io.StringIO):

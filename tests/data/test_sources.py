@@ -89,7 +89,7 @@ def test_on_bad_row_stop_names_the_rows(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as raised:
         read_source("s", [path], on_bad_row="stop")
     assert len(raised.value.problems) == 21
-    assert f"{path}:1: a usable row: text is null" in str(raised.value)
+    assert f"{path}:1: expected a usable row: text is null" in str(raised.value)
     assert "10 more" in str(raised.value)
 
 

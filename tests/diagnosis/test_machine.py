@@ -10,6 +10,7 @@ import torch
 
 from lehr.diagnosis import machine
 from lehr.diagnosis.machine import choose_precision, describe_machine, measure_gemm
+from lehr.pipeline.planning import machine_line
 
 
 def test_describes_this_machine_as_json() -> None:
@@ -67,3 +68,25 @@ def test_bf16_only_where_it_gains(single: float, brain: float, expected: str) ->
 @pytest.mark.parametrize("asked", ["fp32", "bf16"])
 def test_the_recipe_decides(asked: str) -> None:
     assert choose_precision(asked, {"fp32": 1.0, "bf16": 100.0})[0] == asked
+
+
+def test_a_rate_is_that_of_a_quiet_machine_where_others_interrupt(monkeypatch) -> None:
+    """Every product is interrupted for ten times its own time; the forecast must not be."""
+
+    def interrupted(*_: object) -> None:
+        until = machine.time.thread_time() + 0.002
+        while machine.time.thread_time() < until:
+            pass
+        machine.time.sleep(0.02)
+
+    monkeypatch.setattr(machine, "_product", interrupted)
+    operations = 2.0 * machine.GEMM_ROWS * machine.GEMM_INNER * machine.GEMM_COLUMNS / 1e9
+    rate = measure_gemm(torch.float32, seconds=0.05)
+    assert operations / 0.0025 < rate < operations / 0.0019
+    found = describe_machine(measure=True)
+    assert found.processor_share < machine.BUSY
+    row = found.as_json() | {"threads": 1}
+    said = machine_line(row, {"value": "fp32", "why": "x"})
+    assert "busy: other programs had the processor" in said
+    quiet = machine_line(row | {"processor_share": 0.95}, {"value": "fp32", "why": "x"})
+    assert "busy" not in quiet

@@ -114,7 +114,7 @@ def test_what_is_no_pair_is_refused_by_name():
 
 
 def test_a_missing_reference_is_named():
-    with pytest.raises(RecipeError, match=r"rows\.jsonl:3: a reference.*item 2"):
+    with pytest.raises(RecipeError, match=r"rows\.jsonl:3: expected a reference.*item 2"):
         Dpo({0: (0, 0), 1: (0, 0)}).loss(TableModel(), pair_pack(PAIRS))
 
 

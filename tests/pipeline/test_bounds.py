@@ -58,7 +58,7 @@ def test_examples_longer_than_the_learned_positions(work):
     ends = {"bos_token_id": 0, "eos_token_id": 1}
     config = GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=32, vocab_size=size, **ends)
     GPT2LMHeadModel(config).save_pretrained(work / "base")
-    with pytest.raises(RecipeError, match="max_length: at most 32"):
+    with pytest.raises(RecipeError, match="max_length: expected at most 32"):
         go(write_recipe(work, short()))
 
 

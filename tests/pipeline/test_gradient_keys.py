@@ -41,5 +41,5 @@ def test_the_noise_scale_shows_in_metrics_and_events(run_dir):
     events = [json.loads(line) for line in (place.parent / "events.jsonl").read_text().splitlines()]
     (said,) = [event["text"] for event in events if event["kind"] == "noise_scale"]
     assert "noise scale" in said and "n 6" in said
-    with pytest.raises(RecipeError, match="noise_scale_every: at least two micro-batches"):
+    with pytest.raises(RecipeError, match="noise_scale_every: expected at least two micro-batches"):
         planned(run_dir, sft(noise_scale_every=1, pack_length=2048))

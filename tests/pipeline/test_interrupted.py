@@ -205,7 +205,7 @@ def test_a_pickle_in_a_checkpoint_is_refused_by_name(work):
         if one.name == "update-000003"
     ]
     (newest / "optimizer.pt").write_bytes(b"\x80\x04.")
-    with pytest.raises(Exception, match=r"optimizer\.pt: no pickle in a checkpoint"):
+    with pytest.raises(Exception, match=r"optimizer\.pt: expected no pickle in a checkpoint"):
         go(path)
     assert read(work / "out" / "ledger.json")["verdict"] == "failed"
     assert not (work / "out" / "model").exists()

@@ -113,7 +113,9 @@ def test_an_adapter_is_not_exported_over_another_base_or_template(work, monkeypa
 def test_a_damaged_state_is_not_exported(work):
     _, out, _ = go(write_recipe(work, all_weights()))
     flip(out / "01-sft" / "weights" / "model.safetensors")
-    with pytest.raises(RecipeError, match=r"01-sft/weights/model\.safetensors: the file as its"):
+    with pytest.raises(
+        RecipeError, match=r"01-sft/weights/model\.safetensors: expected the file as its"
+    ):
         export(out, ["merged"])
 
 

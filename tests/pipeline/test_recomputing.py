@@ -93,7 +93,9 @@ def test_groups_of_blocks():
 
 def test_a_budget_that_cannot_be_kept_is_refused_before_training(work):
     path = write_recipe(work, recipe_with({"budget": 0.01}))
-    with pytest.raises(RecipeError, match=r"stages\.0\.recompute\.budget: at least 0\.\d+"):
+    with pytest.raises(
+        RecipeError, match=r"stages\.0\.recompute\.budget: expected at least 0\.\d+"
+    ):
         go(path)
     assert not list((work / "out").glob("01-sft/metrics.jsonl"))
 

@@ -52,7 +52,7 @@ def test_automatic_micro_batches_of_a_model_with_batch_norms(work, monkeypatch):
 
     monkeypatch.setattr(workbench, "load_model", load)
     said = refused(write_recipe(work, lora_recipe()))
-    assert "stages.0 micro_batch: a number" in said and "stages.1 micro_batch" in said
+    assert "stages.0 micro_batch: expected a number" in said and "stages.1 micro_batch" in said
     assert "network.between" in said
 
 
@@ -118,8 +118,8 @@ def test_problems_of_all_sources_come_together(work):
     recipe = lora_recipe()
     recipe["data"] = {"chats": {"path": "empty.jsonl"}, "pairs": {"path": "bad.jsonl"}}
     said = refused(write_recipe(work, recipe))
-    assert "data.chats: at least one row" in said
-    assert "data.pairs: at least one usable row: 4 of 4 were dropped" in said
+    assert "data.chats: expected at least one row" in said
+    assert "data.pairs: expected at least one usable row: 4 of 4 were dropped" in said
     assert "bad.jsonl:1" in said
 
 
@@ -133,7 +133,7 @@ def test_a_hold_out_that_takes_everything(work):
     recipe = lora_recipe()
     recipe["data"]["chats"]["holdout"] = 400
     said = refused(write_recipe(work, recipe))
-    assert "data.chats.holdout: fewer than the 40 usable rows" in said
+    assert "data.chats.holdout: expected fewer than the 40 usable rows" in said
 
 
 def test_two_microworlds_with_other_seeds(work):

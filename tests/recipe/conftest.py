@@ -52,7 +52,8 @@ def problems_of(folder: Path) -> Callable[..., list[str]]:
         try:
             loads(text, folder, overrides, name="r.yaml")
         except RecipeError as error:
-            return [str(problem) for problem in error.problems]
+            # What was expected; the words around it are those of every problem.
+            return [str(one).replace(": expected ", ": ", 1) for one in error.problems]
         return []
 
     return find

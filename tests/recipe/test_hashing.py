@@ -145,7 +145,7 @@ def test_the_tokenizer_of_a_tiny_model_comes_from_all_data(folder):
 def test_a_file_that_vanished_is_a_recipe_error(folder):
     recipe = loads(TEXT, folder)
     (folder / "law.txt").unlink()
-    with pytest.raises(RecipeError, match=r"law\.txt: a readable file"):
+    with pytest.raises(RecipeError, match=r"law\.txt: expected a readable file"):
         recipe_hash(recipe)
 
 

@@ -192,7 +192,9 @@ def test_recipe_from_python_values(folder):
     assert recipe.stages[0].learning_rate == 1e-3
     assert recipe.folder == folder
     assert value["stages"] == [{"pretrain": {"data": ("a",), "learning_rate": 1e-3}}]
-    with pytest.raises(RecipeError, match=r"recipe stages\.0\.pretrain\.epochs: a number above 0"):
+    with pytest.raises(
+        RecipeError, match=r"recipe stages\.0\.pretrain\.epochs: expected a number above 0"
+    ):
         recipe_from({**value, "stages": [{"pretrain": {"data": "a", "epochs": -1}}]}, folder)
     with pytest.raises(RecipeError, match="text, a number, a list or a mapping"):
         recipe_from({"model": object()}, folder)
@@ -207,7 +209,7 @@ def test_a_recipe_is_frozen(folder, full):
 def test_load_recipe_names_the_file_as_the_user_did(folder, monkeypatch):
     monkeypatch.chdir(folder)
     Path("r.yaml").write_text("model: m\nstages: [sft: {data: nope}]\n")
-    with pytest.raises(RecipeError, match=r"^r\.yaml:2 stages\.0\.sft\.data: a source"):
+    with pytest.raises(RecipeError, match=r"^r\.yaml:2 stages\.0\.sft\.data: expected a source"):
         load_recipe("r.yaml")
 
 

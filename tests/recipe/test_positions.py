@@ -62,8 +62,8 @@ def test_every_key_has_its_line():
 def test_duplicates_name_both_lines():
     document = parse("a: 1\nb: {c: 1,\n  c: 2}\na: 3\n", "r.yaml")
     assert [str(problem) for problem in document.problems] == [
-        "r.yaml:3 b.c: each key once; c stands in lines 2 and 3",
-        "r.yaml:4 a: each key once; a stands in lines 1 and 4",
+        "r.yaml:3 b.c: expected each key once; c stands in lines 2 and 3",
+        "r.yaml:4 a: expected each key once; a stands in lines 1 and 4",
     ]
 
 
@@ -74,20 +74,20 @@ def test_anchors_and_merge_keys():
 
 
 BAD = {
-    "a: [1,\nb: 2": r"^r\.yaml:2:5: readable YAML \(while parsing a flow sequence",
-    "a: b: c": r"^r\.yaml:1:5: readable YAML \(mapping values are not allowed here",
+    "a: [1,\nb: 2": r"^r\.yaml:2:5: expected readable YAML \(while parsing a flow sequence",
+    "a: b: c": r"^r\.yaml:1:5: expected readable YAML \(mapping values are not allowed here",
     "a:\n\tb: 1": r"^r\.yaml:2:1: .*indent with spaces",
     "a: 'x": r"^r\.yaml:1:6: ",
     "a: *nope": r"^r\.yaml:1:4: .*undefined alias",
     "a: 1\n---\nb: 2": r"^r\.yaml:2:1: .*another document",
-    "a: \x07": r"^r\.yaml:1: printable text \(found 'character U\+0007'\)",
-    "": r"^r\.yaml: a recipe with the keys model, data and stages \(empty\)",
+    "a: \x07": r"^r\.yaml:1: expected printable text \(found 'character U\+0007'\)",
+    "": r"^r\.yaml: expected a recipe with the keys model, data and stages \(empty\)",
     "# only a comment\n": r"\(empty\)",
-    "- a\n- b": r"^r\.yaml:1: a mapping with the keys .* not a list",
-    "model": r"^r\.yaml:1: a mapping .* not 'model'",
-    "a: &a [*a]": r"^r\.yaml:1: plain data \(this is an alias that contains itself\)",
-    "%YAML 1.1\n---\na: no": r"^r\.yaml:1: YAML 1\.2 \(found '1\.1'\)",
-    "[" * 500: r"^r\.yaml: readable YAML \(nested too deeply\)",
+    "- a\n- b": r"^r\.yaml:1: expected a mapping with the keys .* not a list",
+    "model": r"^r\.yaml:1: expected a mapping .* not 'model'",
+    "a: &a [*a]": r"^r\.yaml:1: expected plain data \(this is an alias that contains itself\)",
+    "%YAML 1.1\n---\na: no": r"^r\.yaml:1: expected YAML 1\.2 \(found '1\.1'\)",
+    "[" * 500: r"^r\.yaml: expected readable YAML \(nested too deeply\)",
 }
 
 
@@ -139,7 +139,7 @@ def test_encodings(folder, full, encode):
 
 def test_an_unknown_encoding_names_the_line(folder):
     path = write(folder, "model: m\nname: caf\xe9\n".encode("latin-1"))
-    with pytest.raises(RecipeError, match=r"r\.yaml:2: UTF-8 text.*\(found 'byte 0xe9'\)"):
+    with pytest.raises(RecipeError, match=r"r\.yaml:2: expected UTF-8 text.*\(found 'byte 0xe9'\)"):
         load_recipe(path)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from lehr.errors import RecipeError
 from lehr.report.explain import HEADINGS, SYNONYMS, explain, record_measurement, topics
+from lehr.report.folding import fold
 
 WANTED = set(
     """
@@ -86,8 +87,27 @@ def test_files_are_package_data() -> None:
         assert "__init__.py" in names and any(name.endswith(ending) for name in names)
 
 
-def test_a_page_with_a_number_does_not_say_that_there_is_none():
-    assert "not measured yet" in explain("sft")
-    record_measurement("sft", "loss fell by 1 nat")
-    page = explain("sft")
-    assert "loss fell by 1 nat" in page and "not measured yet" not in page
+@pytest.mark.parametrize("name", [name for name, _ in topics()])
+def test_every_page_has_a_number_and_a_command(name: str) -> None:
+    page = explain(name)
+    number, command = page.split(f"## {HEADINGS[3]}\n")[1].split(f"## {HEADINGS[4]}\n")
+    assert any(letter.isdigit() for letter in number), "a page without a number that was measured"
+    assert command.startswith("\n    "), "a command is code: folding must not break it"
+
+
+@pytest.mark.parametrize("name", [name for name, _ in topics()])
+def test_every_page_fits_eighty_columns_with_the_same_words(name: str) -> None:
+    record_measurement(name, "one number " * 20)
+    page = explain(name)
+    folded = fold(page, 80)
+    assert max(len(line) for line in folded.split("\n")) <= 80
+    assert folded.split() == page.split()
+    assert fold(folded, 80) == folded
+    assert len(f"  {name:<22} {dict(topics())[name]}") <= 80
+
+
+def test_folding_by_hand() -> None:
+    kept = "\n- ff\n\n    code that stays\n| table | of |"
+    page = "# a long heading stays\n\n1. aa bb cc dd\n   ee"
+    folded = "# a long heading stays\n\n1. aa bb\n   cc dd\n   ee"
+    assert fold(page + kept, 10) == folded + kept

@@ -377,7 +377,7 @@ def test_one_value_a_channel_is_refused_with_the_remedy(tmp_path):
             return type(super().loss(model, pack))(loss, {})
 
     values = {"objective": First(), "batches": Cycle(packs, 2), "micro_batch": 1}
-    with pytest.raises(RecipeError, match=r"batch norm norm, update 1: at least 2 values"):
+    with pytest.raises(RecipeError, match=r"batch norm norm, update 1: expected at least 2 values"):
         run(tmp_path / "bad", 1, **values)
     settings = BatchNormSettings(freeze_after=0)
     values["batches"] = Cycle(packs, 2)
@@ -405,7 +405,7 @@ def test_bad_values_are_refused_before_anything_is_written(tmp_path, name, value
 def test_synchronised_norms_are_refused(tmp_path):
     model = Small(dropout=0.0)
     model.norm = nn.SyncBatchNorm(8)
-    with pytest.raises(RecipeError, match="norm: a plain batch norm"):
+    with pytest.raises(RecipeError, match="norm: expected a plain batch norm"):
         run(tmp_path / "run", model=model)
 
 

@@ -218,5 +218,5 @@ def test_a_resumed_run_measures_the_same(tmp_path):
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
 def test_a_bad_interval_is_refused(tmp_path, every):
-    with pytest.raises(RecipeError, match="gradient_flow_every: a whole number"):
+    with pytest.raises(RecipeError, match="gradient_flow_every: expected a whole number"):
         make_engine(tmp_path / "run", 6, gradient_flow_every=every)

@@ -201,7 +201,7 @@ def _later(verb: str, what: str) -> None:
         _arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     ) -> None:
         raise RecipeError(
-            Problem(where=f"lehr {verb}", expected=f"{what} is not in this version of lehr")
+            Problem(f"lehr {verb}", f"{what} is not in this version of lehr", says=True)
         )
 
     command.__doc__ = f"({what}: not in this version.)"
@@ -289,7 +289,7 @@ def _interrupted(as_json: bool) -> int:
 
 def _usage(error: Any, as_json: bool) -> int:
     if as_json:
-        problem = Problem(where="command line", expected=error.format_message())
+        problem = Problem("command line", error.format_message(), says=True)
         return report_error(RecipeError(problem), as_json)
     error.show()
     return RecipeError.exit_status

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from statistics import fmean, median
 from typing import IO, Any
 
 from rich.console import Console
@@ -20,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lehr.pipeline.events import Event
-from lehr.report.wording import gate_name
+from lehr.report.wording import gate_sentence
 
 WIDTH = 80
 VERDICT_STYLE = {"passed": "green", "refused": "red", "undetermined": "yellow"}
@@ -190,9 +191,10 @@ class Terminal:
             self.console.print(line)
 
     def _status(self, row: dict[str, Any], share: float) -> Text:
-        seconds = sum(spent for _, spent in self.rates)
-        rate = sum(tokens for tokens, _ in self.rates) / max(seconds, 1e-9)
-        left = max(0, self.updates - row["update"]) * seconds / max(1, len(self.rates))
+        # The median: one update during which the machine did something else says nothing.
+        seconds = median(spent for _, spent in self.rates)
+        rate = fmean(tokens for tokens, _ in self.rates) / max(seconds, 1e-9)
+        left = max(0, self.updates - row["update"]) * seconds
         health, style = self._health(row)
         done = round(20 * share)
         bar = "━" * done + "╌" * (20 - done)
@@ -229,7 +231,7 @@ class Terminal:
             verdict = gate["verdict"]
             line = Text.assemble(
                 ("  " + VERDICT_SIGN[verdict] + " ", VERDICT_STYLE[verdict]),
-                gate_sentence(gate),
+                gate_sentence(gate, against=True, needs=True, minus="-"),
             )
             self.console.print(line)
 
@@ -253,27 +255,6 @@ class Terminal:
         if self.live is not None:
             self.live.stop()
             self.live = None
-
-
-def gate_sentence(gate: dict[str, Any]) -> str:
-    """One gate in one line: what moved, by how much, against which limit."""
-    scale, unit = (100.0, " points") if gate["unit"] == "share" else (1.0, f" {gate['unit']}")
-    if gate["difference"] is None:
-        return f"{gate['name']}: not measured"
-    digits = 0 if scale == 100 else 3
-
-    def number(value: float | None) -> str:
-        return "?" if value is None else f"{value * scale:+.{digits}f}"
-
-    moved = f"{number(gate['difference'])}{unit}"
-    interval = f"[{number(gate['low'])}, {number(gate['high'])}]"
-    if gate["low"] is None and gate["high"] is None:
-        interval = "(too few items for an interval)"
-    limit = f", limit {number(gate['limit'])}" if gate["kind"] == "protect" else ""
-    more = ""
-    if gate["verdict"] == "undetermined" and gate.get("n_to_decide"):
-        more = f", {gate['n_to_decide']:,} items would decide"
-    return f"{gate_name(gate)} vs {gate['against']}: {moved} {interval}{limit}{more}"
 
 
 def end_words(answers: int, without_end: int) -> str:

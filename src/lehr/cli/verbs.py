@@ -16,14 +16,15 @@ from rich.console import Console
 
 from lehr import signals
 from lehr.cli.terminal import (
+    WIDTH,
     Terminal,
     duration,
     end_words,
-    gate_sentence,
     mask_text,
     one_line,
 )
 from lehr.errors import GateRefused, Problem, RecipeError
+from lehr.report.wording import gate_sentence
 
 
 @contextmanager
@@ -249,7 +250,8 @@ def evaluate_verb(
         for note in found.notes:
             console.print(f"  {note}", style="dim", markup=False)
         for gate in found.gates:
-            console.print(f"  {gate['verdict']}: {gate_sentence(gate)}")
+            said = gate_sentence(gate, against=True, needs=True, minus="-")
+            console.print(f"  {gate['verdict']}: {said}")
         for row in found.flips[:10]:
             console.print(f"  {row['direction']}: {one_line(row['prompt'], 60)}", markup=False)
     return 0 if found.verdict in ("passed", "measured") else GateRefused.exit_status
@@ -308,6 +310,7 @@ def explain_verb(topic: str | None, *, as_json: bool) -> int:
     from rich.markdown import Markdown
 
     from lehr.report.explain import explain, topics
+    from lehr.report.folding import fold
 
     if as_json:
         if topic is None:
@@ -322,9 +325,9 @@ def explain_verb(topic: str | None, *, as_json: bool) -> int:
         return 0
     text = explain(topic)
     if console.is_terminal:
-        console.print(Markdown(text))
+        console.print(Markdown(text), width=min(console.width, 100))
     else:
-        print(text)
+        print(fold(text, WIDTH).rstrip("\n"))
     return 0
 
 

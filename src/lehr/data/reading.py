@@ -86,7 +86,7 @@ def container_of(path: Path) -> Container:
     _require_file(path)
     suffix = _suffix(path)
     if suffix in _REFUSED:
-        raise RecipeError(Problem(str(path), _REFUSED[suffix]))
+        raise RecipeError(Problem(str(path), _REFUSED[suffix], says=True))
     known = _BY_SUFFIX.get(suffix)
     with _open(path) as stream:
         start = _first_bytes(stream)

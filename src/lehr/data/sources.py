@@ -167,7 +167,7 @@ def _nothing_left(source: SourceRows, columns: tuple[str, ...], where: str) -> l
         Problem(where, f"at least one usable row: {source.rows} of {source.rows} were dropped")
     ]
     for reason, entry in total.dropped.items():
-        problems.append(Problem(entry["first"], f"{reason} ({_counted(entry['rows'])})"))
+        problems.append(Problem(entry["first"], f"{reason} ({_counted(entry['rows'])})", says=True))
     if columns:
         found = ", ".join(columns[:12])
         problems.append(

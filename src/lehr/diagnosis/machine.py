@@ -18,6 +18,8 @@ import psutil
 import torch
 
 GAIN_THAT_PAYS = 1.2  # bf16 costs accuracy; below this gain fp32 is kept
+BUSY = 0.6  # share of the processor below which a machine is called busy
+ENOUGH_ROUNDS, LONGEST = 10, 5  # products that are measured, for at most so many times the time
 GEMM_ROWS, GEMM_INNER, GEMM_COLUMNS = 256, 576, 1024  # a small model's MLP on one pack
 
 
@@ -31,6 +33,8 @@ class Machine:
     capability the vector instructions that torch uses ("AVX2", "AVX512", "DEFAULT", ...)
     device     "cpu" or "cuda"; accelerator is its name
     gemm_gflops measured matrix-product rates by precision, in 10^9 operations a second
+    processor_share of the time of that measurement that this process had a processor; below
+                BUSY other programs have them, and a stage takes longer than is forecast
     """
 
     cpu: str
@@ -42,6 +46,7 @@ class Machine:
     accelerator: str = ""
     system: str = ""
     gemm_gflops: Mapping[str, float] = field(default_factory=dict)
+    processor_share: float = 1.0
 
     def as_json(self) -> dict[str, Any]:
         """The `machine` part of plan.json."""
@@ -55,6 +60,7 @@ class Machine:
             "accelerator": self.accelerator,
             "system": self.system,
             "gemm_gflops": {name: round(rate, 1) for name, rate in self.gemm_gflops.items()},
+            "processor_share": round(self.processor_share, 2),
         }
 
 
@@ -63,8 +69,13 @@ def describe_machine(measure: bool = False) -> Machine:
     cuda = torch.cuda.is_available()
     device = "cuda" if cuda else "cpu"
     rates: dict[str, float] = {}
+    share = 1.0
     if measure:
+        started, computed = time.perf_counter(), time.thread_time()
         rates = measure_rates(device)
+        if not cuda:
+            waited = time.perf_counter() - started
+            share = min(1.0, (time.thread_time() - computed) / max(waited, 1e-9))
     return Machine(
         cpu=_cpu_name(),
         cores=_usable_cores(),
@@ -75,6 +86,7 @@ def describe_machine(measure: bool = False) -> Machine:
         accelerator=torch.cuda.get_device_name() if cuda else "",
         system=f"{platform.system()} {platform.machine()}".strip(),
         gemm_gflops=rates,
+        processor_share=share,
     )
 
 
@@ -94,7 +106,8 @@ def measure_rates(device: str = "cpu", rounds: int = 3) -> dict[str, float]:
 def measure_gemm(dtype: torch.dtype, seconds: float = 0.3, device: str = "cpu") -> float:
     """Rate of x @ W.T at a small model's shape, in 10^9 operations a second; 0 where it fails.
 
-    The best of many short rounds: other programs can only make a round slower.
+    The best of many short rounds: other programs can only make a round slower. Where every
+    round is interrupted, the processor time of this thread still is that of a quiet machine.
     """
     try:
         rows = torch.ones(GEMM_ROWS, GEMM_INNER, dtype=dtype, device=device)
@@ -103,12 +116,16 @@ def measure_gemm(dtype: torch.dtype, seconds: float = 0.3, device: str = "cpu") 
         with torch.inference_mode():
             _product(rows, weight, device)  # the first call sets up threads and kernels
             best = float("inf")
+            done = 0
             while True:
-                before = time.perf_counter()
+                before, computed = time.perf_counter(), time.thread_time()
                 _product(rows, weight, device)
-                now = time.perf_counter()
-                best = min(best, now - before)
-                if now - started >= seconds:
+                spent, now = time.thread_time() - computed, time.perf_counter()
+                waited = now - before
+                # Some clocks of a thread tick too slowly to see one product: they show 0.
+                best = min(best, spent if device == "cpu" and 0 < spent < waited else waited)
+                done += 1
+                if now - started >= (seconds if done >= ENOUGH_ROUNDS else LONGEST * seconds):
                     break
     except (RuntimeError, TypeError, NotImplementedError):
         return 0.0

@@ -44,7 +44,7 @@ def admit(model: Any, stages: Sequence[Any] = (), fingerprint: str = "") -> None
     for refusal in refusals:
         if asked.get(refusal.path, True):
             where = f"model, {refusal.path} ({refusal.name})"
-            problems.append(Problem(where, f"{refusal.reason}; {refusal.remedy}"))
+            problems.append(Problem(where, f"{refusal.reason}; {refusal.remedy}", says=True))
         elif refusal.path == "packing":
             model.packs_exactly = False
     if not model.packs_exactly:

@@ -35,11 +35,13 @@ def check_kinds(kinds: Sequence[str], state: State) -> None:
     problems = []
     for kind in kinds:
         if kind in LATER:
-            problems.append(Problem("export", LATER[kind], kind))
+            problems.append(Problem("export", LATER[kind], says=True))
         elif kind not in KINDS:
             problems.append(Problem("export", f"one of {', '.join(KINDS)}", kind))
         elif kind == "adapter" and state.kind != "adapter":
-            problems.append(Problem("export", "merged: all weights were trained", kind))
+            problems.append(
+                Problem("export", "merged: all weights were trained, there is no adapter", kind)
+            )
     if problems:
         raise RecipeError(problems)
 

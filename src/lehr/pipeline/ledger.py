@@ -21,7 +21,8 @@ class Ledger:
             "output": folder.name,
             "started": time.time(),
             "finished": None,
-            "seconds": 0.0,
+            "seconds": 0.0,  # wall time of this run, with its interrupted starts
+            "seconds_of_stages": 0.0,  # what the stages took when they were made
             "peak_memory_gib": None,
             "recipe_hash": "",
             "versions": {},

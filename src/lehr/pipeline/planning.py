@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lehr.diagnosis.machine import choose_precision, describe_machine
+from lehr.diagnosis.machine import BUSY, choose_precision, describe_machine
 from lehr.diagnosis.planner import forecast, operations_per_update, seconds_per_update
 from lehr.diagnosis.schedules import schedule_findings
 from lehr.errors import OutOfResources, Problem, RecipeError
@@ -122,9 +122,16 @@ def _readable(stored: Any) -> dict[str, Any]:
 def machine_line(machine: Mapping[str, Any], precision: Mapping[str, Any]) -> str:
     """One line: what computes, how much memory, in which precision and why."""
     threads = f"{machine['threads']} thread{'' if machine['threads'] == 1 else 's'}"
+    share = machine.get("processor_share", 1.0)
+    busy = ""
+    if share < BUSY:
+        busy = (
+            f"\nbusy: other programs had the processor for {1 - share:.0%} of the measurement; "
+            "the times below are those of a quiet machine"
+        )
     return (
         f"{machine['cpu']}, {threads}, {machine['memory_gib']:.0f} GiB\n"
-        f"{precision['value']}: {precision['why']}"
+        f"{precision['value']}: {precision['why']}{busy}"
     )
 
 
@@ -142,7 +149,7 @@ def _machine(recipe: Any, stored: Mapping[str, Any]) -> tuple[dict[str, Any], di
     same_run = stored.get("recipe_hash") == recipe_hash(recipe) and stored.get("precision")
     same_machine = all(before.get(name) == machine[name] for name in SAME_MACHINE)
     if rates and (same_run or same_machine):
-        machine["gemm_gflops"] = rates
+        machine["gemm_gflops"] = rates  # a share of the processor that was had then is no news
     else:
         machine = describe_machine(measure=True).as_json()
     if same_run:

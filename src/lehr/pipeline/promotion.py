@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from lehr.pipeline.files import link_weights, read_json, write_folder, write_jso
 from lehr.pipeline.judging import Judgement
 from lehr.pipeline.states import State
 from lehr.report.card import lineage, model_card
-from lehr.report.wording import gate_name
+from lehr.report.wording import gate_sentence
 
 
 def verdict_on(judgement: Judgement, undetermined: str) -> tuple[bool, str, str]:
@@ -31,31 +29,8 @@ def verdict_on(judgement: Judgement, undetermined: str) -> tuple[bool, str, str]
 
 
 def gate_words(verdict: Verdict) -> str:
-    """A gate in words: what moved, interval, limit, items.
-
-    As in: over_refusal +22 points [+15, +29], limit +4 (vs parent, 120 items)
-    """
-    gate = verdict.gate
-    name = gate.name if gate.kind == "improve" else gate_name(asdict(gate))
-    if not math.isfinite(verdict.difference):
-        return f"{name}: nothing to measure"
-    share = gate.unit == "share"
-    scale, digits = (100.0, 0) if share else (1.0, 3)
-    unit = " points" if share else f" {gate.unit}"
-
-    def number(value: float) -> str:
-        return f"{value * scale:+.{digits}f}" if math.isfinite(value) else "?"
-
-    text = f"{name} {number(verdict.difference)}{unit} "
-    if math.isfinite(verdict.low) or math.isfinite(verdict.high):
-        text += f"[{number(verdict.low)}, {number(verdict.high)}]"
-    else:
-        text += "(too few items for an interval)"
-    if gate.kind == "protect":
-        text += f", limit {number(gate.signed_limit)}"
-    if verdict.n_to_decide and verdict.verdict == "undetermined":
-        text += f", {verdict.n_to_decide:,} items would decide ({verdict.n} are there)"
-    return text
+    """A gate as the ledger says it."""
+    return gate_sentence(verdict.as_json(), needs=True, minus="-")
 
 
 def promote(run_folder: Path, state: State, stage_folder: str, origin: str) -> None:

@@ -156,7 +156,7 @@ def settle_recompute(
             costs = Costs(model, _some(model, ids, segment_tokens), segment_tokens)
         except ValueError as error:
             if stage.recompute not in ("none", "auto"):
-                raise RecipeError(Problem(where, str(error), stage.recompute)) from error
+                raise RecipeError(Problem(where, str(error), stage.recompute, says=True)) from error
             return Settled(why=str(error))
         try:
             return _settle(costs, stage, room, tokens, where)

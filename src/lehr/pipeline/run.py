@@ -32,6 +32,7 @@ from lehr.recipe.loading import dump_recipe, recipe_hash, recipe_notices
 from lehr.recipe.resolve import resumed
 from lehr.report.html import write_report
 from lehr.report.strategy import write_strategy
+from lehr.report.wording import time_words
 from lehr.training.allocator import keep_freed_memory
 from lehr.training.resources import peak_memory_gib, reset_peak_memory
 
@@ -225,6 +226,8 @@ class _Run:
             "interrupted",
         )
         self.ledger.data["seconds"] = round(spent + (earlier if same else 0.0), 1)
+        stages = self.ledger.stages
+        self.ledger.data["seconds_of_stages"] = round(sum(one["seconds"] for one in stages), 1)
         self.ledger.data["peak_memory_gib"] = round(peak_memory_gib(), 2)
         self.ledger.save()
 
@@ -261,7 +264,7 @@ class _Run:
 
     def _next_steps(self, has_model: bool) -> list[tuple[str, str]]:
         folder = shown(self.folder)
-        steps = [("report", f"{folder}/report.html")]
+        steps = [("time", time_words(self.ledger.data)), ("report", f"{folder}/report.html")]
         if has_model:
             steps += [("model", f"{folder}/model"), ("talk to it", f"lehr chat {folder}")]
         else:

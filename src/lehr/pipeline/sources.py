@@ -246,5 +246,5 @@ def _require_supervision(source: ReadSource, stage: Any, accounting: Accounting)
         )
     ]
     for reason, entry in accounting.dropped.items():
-        problems.append(Problem(entry["first"], f"{reason} ({entry['rows']} rows)"))
+        problems.append(Problem(entry["first"], f"{reason} ({entry['rows']} rows)", says=True))
     raise RecipeError(problems)

@@ -34,6 +34,7 @@ from lehr.pipeline.promotion import verdict_on
 from lehr.pipeline.showcase import AnswerBook, answers
 from lehr.pipeline.staging import STAGES, PlannedStage, heldout_loss, stage_context
 from lehr.pipeline.states import State, damage, damaged_record, produced_json, read_state
+from lehr.report.wording import duration
 from lehr.stages.context import StageContext
 from lehr.stages.preference import HeldoutLoss as PairLoss
 
@@ -68,7 +69,9 @@ class StageRun:
         text = f"[{planned.index + 1}/{len(self.prepared.stages)}] {planned.name}"
         self.events.emit("stage_started", text, updates=planned.updates, reused=reused)
         if tuned is not None:
-            self.events.emit("reused", "unchanged: its result is reused, nothing is trained")
+            spent = duration(_seconds(folder, 0.0, reused=True))
+            text = f"unchanged: its result is reused, nothing is trained (it took {spent})"
+            self.events.emit("reused", text)
         else:
             self._say_damage(folder, key)
             make_ready(folder, key)

@@ -139,7 +139,7 @@ def explain_unknown(
     later = LATER.get(section, {}) | (LATER["stage"] if section == "recipe" else {})
     if exact in later:
         instead = later[exact]
-        return f"{exact} is not in this version" + (f"; {instead}" if instead else "")
+        return f"no {exact}: it is not in this version" + (f"; {instead}" if instead else "")
     if home := _home(exact, section, kind):
         return f"a key of {shown}; {exact} belongs in {home}"
     if exact in aliases:

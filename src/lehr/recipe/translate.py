@@ -284,7 +284,9 @@ def _apply(document: Document, old: Keys, section: Keys, prefix: str, alias: Ali
     new: Keys = (*section, *target.split("."))
     others = only_of_other_stages(str(new[-1]), document.get((*section, "kind")))
     if len(section) == 2 and section[0] == "stages" and others:
-        document.problem(old, f"{target} belongs to {' and '.join(others)} stages only", value)
+        document.problem(
+            old, f"no {target}: {target} belongs to {' and '.join(others)} stages only", value
+        )
         return
     holder = document.get(new[:-1])
     if holder is not None and not isinstance(holder, dict):

@@ -48,7 +48,7 @@ def validate(document: Document) -> Parts:
             parts.sources[name] = _check(document, ("data", name), Source, source)
     stages = tree.get("stages")
     if not isinstance(stages, list):
-        expected = "stages: a list of stages, as in [{sft: {data: chats}}] (missing)"
+        expected = "a list of stages, as in [{sft: {data: chats}}]; the key is missing"
         if "stages" in tree:
             expected = "a list of stages, each beginning with a dash"
         document.problem(("stages",), expected, stages)

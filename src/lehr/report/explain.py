@@ -24,7 +24,6 @@ HEADINGS = (
     "The number measured here",
     "The command that re-measures it",
 )
-NOT_YET = "not measured yet"
 MEASURED_HEADING = f"## {HEADINGS[3]}"
 # Other words that people use for the same thing.
 SYNONYMS = {
@@ -104,8 +103,7 @@ def explain(topic: str) -> str:
     if not isinstance(measured, dict) or not text(measured.get("text")):
         return page
     line = f"On this machine, {text(measured.get('date')) or 'some time ago'}: {measured['text']}"
-    page = page.replace(f"{MEASURED_HEADING}\n", f"{MEASURED_HEADING}\n\n{line}\n", 1)
-    return page.replace(f"{line}\n\n{NOT_YET}\n", f"{line}\n", 1)
+    return page.replace(f"{MEASURED_HEADING}\n", f"{MEASURED_HEADING}\n\n{line}\n", 1)
 
 
 def record_measurement(topic: str, measured: str) -> Path:

@@ -243,8 +243,14 @@ def _facts(run: RunFiles) -> list[Fact]:
         seconds = sum(number(entry.get("seconds")) or 0.0 for entry in entries)
     peak = number(run.ledger.get("peak_memory_gib"))
     model = mapping(run.plan.get("model"))
-    facts = [
-        Fact(duration(seconds), "wall time"),
+    reused = [entry for entry in entries if entry.get("reused") is True]
+    facts = [Fact(duration(seconds), "wall time of this run" if reused else "wall time")]
+    if reused:
+        made = sum(number(entry.get("seconds")) or 0.0 for entry in reused)
+        facts.append(
+            Fact(duration(made), f"{len(reused)} of {plural(len(entries), 'stage')}, made earlier")
+        )
+    facts += [
         Fact("–" if peak is None else f"{peak:.2f} GiB", "peak memory"),
         Fact(count(tokens) if entries else "–", "tokens trained on"),
     ]

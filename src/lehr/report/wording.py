@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from lehr.report.reading import number, text
+from lehr.report.reading import mapping, number, text
 
 SHARE_UNITS = frozenset({"share", "rate", "fraction", "probability", "accuracy", "proportion"})
 UNIT_WORDS = {
@@ -133,16 +133,32 @@ def interval(gate: Mapping[str, Any]) -> str:
     return f"[{low.replace('–', '−∞')}, {high.replace('–', '+∞')}]"
 
 
-def gate_sentence(gate: Mapping[str, Any]) -> str:
-    """A gate in one phrase: `over-refusal +22 points [+15, +29], limit +4`."""
-    unit = text(gate.get("unit"))
-    parts = [gate_name(gate), change(gate.get("difference"), unit)]
-    if bounds := interval(gate):
-        parts.append(bounds)
-    sentence = " ".join(parts)
+def gate_sentence(
+    gate: Mapping[str, Any], *, against: bool = False, needs: bool = False, minus: str = "−"
+) -> str:
+    """A gate in one phrase, the same in terminal, ledger and report.
+
+    against  say what it was compared with
+    needs    say of an undetermined one how many items would decide
+    minus    the sign of numbers below 0; files and terminals take the one on a keyboard
+
+    >>> gate = {"name": "over_refusal", "kind": "protect", "unit": "share", "limit": 0.04}
+    >>> gate_sentence(gate | {"difference": 0.22, "low": 0.15, "high": 0.288})
+    'over-refusal +22 points [+15, +28.8], limit +4'
+    """
+    name, unit = gate_name(gate), text(gate.get("unit"))
+    if number(gate.get("difference")) is None:
+        return f"{name}: not measured"
+    if against:
+        name += f" vs {text(gate.get('against')) or 'parent'}:"
+    bounds = interval(gate) or "(too few items for an interval)"
+    sentence = f"{name} {change(gate['difference'], unit)} {bounds}"
     if number(gate.get("limit")) is not None and gate.get("kind") != "improve":
         sentence += f", limit {change(signed_limit(gate), unit, with_unit=False)}"
-    return sentence
+    wanted = number(gate.get("n_to_decide"))
+    if needs and gate.get("verdict") == "undetermined" and wanted:
+        sentence += f", {wanted:,.0f} items would decide ({count(gate.get('n'))} are there)"
+    return sentence.replace("−", minus)
 
 
 def signed_limit(gate: Mapping[str, Any]) -> float | None:
@@ -192,6 +208,23 @@ def duration(seconds: object) -> str:
         return f"{figure / 60:.1f} min"
     hours, minutes = divmod(round(figure / 60), 60)
     return f"{hours} h {minutes} min"
+
+
+def time_words(ledger: Mapping[str, Any]) -> str:
+    """Wall time of a run; where stages were reused, what these took when they were made.
+
+    >>> stages = [{"reused": True, "seconds": 90}, {"reused": False, "seconds": 30}]
+    >>> time_words({"seconds": 42, "stages": stages})
+    '42 s; 1 of 2 stages reused, made earlier in 1.5 min'
+    """
+    stages = [mapping(one) for one in ledger.get("stages") or ()]
+    reused = [one for one in stages if one.get("reused") is True]
+    words = duration(ledger.get("seconds"))
+    if reused:
+        made = sum(number(one.get("seconds")) or 0.0 for one in reused)
+        words += f"; {len(reused)} of {plural(len(stages), 'stage')} reused, "
+        words += f"made earlier in {duration(made)}"
+    return words
 
 
 def moment(value: object) -> str:
