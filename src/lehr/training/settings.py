@@ -8,9 +8,11 @@ from lehr.errors import Problem
 from lehr.training.averaging import AverageSettings
 from lehr.training.batch_norm import BatchNormSettings
 from lehr.training.float8_recipe import Float8Settings
+from lehr.training.guard import GuardSettings
 from lehr.training.loss_scale import LossScaleSettings
 from lehr.training.optimizers import OptimizerSettings, optimizer_problems
 from lehr.training.precision import precision_problems
+from lehr.training.quarantine import Quarantined
 from lehr.training.schedules import Schedule, is_number, raise_problems, schedule_problems
 
 
@@ -36,7 +38,9 @@ class EngineSettings:
     checkpoints_kept  newest ones kept, besides the best
     early_stop        evaluations without improvement before the run stops; None = never
     promote           last | best: which weights the model holds when the run is done
-    nonfinite_limit   non-finite attempts in a row before the run is given up
+    nonfinite_limit   non-finite attempts in a row before the run goes back or is given up
+    guard             watches for unusual updates; None = only for values that are not finite
+    quarantine        batches that are passed over from the start
     stage             name written into each line of metrics.jsonl
     """
 
@@ -60,6 +64,8 @@ class EngineSettings:
     early_stop: int | None = None
     promote: str = "last"
     nonfinite_limit: int = 3
+    guard: GuardSettings | None = None
+    quarantine: tuple[Quarantined, ...] = ()
     stage: str = ""
 
     @property
@@ -111,6 +117,8 @@ class EngineSettings:
                 if asked
             ]
         problems += optimizer_problems(self.optimizer) + self.batch_norm.problems()
+        if self.guard is not None:
+            problems += self.guard.problems()
         if self.ema is not None:
             problems += self.ema.problems(self.updates)
         if _is_count(self.updates):
