@@ -41,6 +41,7 @@ from lehr.recipe.fields import (
     Whole,
     as_decay,
     as_default,
+    as_guard,
     as_list,
     as_nothing,
     as_recompute,
@@ -257,6 +258,22 @@ class Budget(Section):
     budget: PartialShare
 
 
+class Guarding(Section):
+    """What is done about an unusual update: one far outside of what its run has shown so far."""
+
+    policy: Literal["rewind", "skip", "stop", "off"] = Field(
+        default="rewind", description="skip it and go back where that does not help; skip; stop"
+    )
+    limit: Number = Field(default=8.0, ge=1, description="spreads above the median that are usual")
+    window: Annotated[Count, Field(ge=32)] = Field(
+        default=128, description="accepted updates that a new one is compared with"
+    )
+    rewinds: Rows = Field(default=3, description="how often a stage may go back; then it stops")
+    quarantine: Annotated[Text | None, BeforeValidator(as_nothing)] = Field(
+        default=None, description="a record of batches to leave out: quarantine.jsonl of a run"
+    )
+
+
 class ScaleRate(Section):
     """The learning rate was found at another batch size."""
 
@@ -279,7 +296,7 @@ class Stage(Grown):
 
     LATER = (
         *("ema", "loss_scale", "fp8", "stochastic_rounding", "gradient_flow_every"),
-        *("noise_scale_every", "scale_rate"),
+        *("noise_scale_every", "scale_rate", "guard"),
     )
 
     kind: StageKind
@@ -314,6 +331,9 @@ class Stage(Grown):
     )
     clip: Annotated[Positive | None, BeforeValidator(as_nothing)] = Field(
         default=1.0, description="largest norm of the gradient, or none"
+    )
+    guard: Annotated[Guarding, BeforeValidator(as_guard)] = Field(
+        default_factory=Guarding, description="of unusual updates: its policy, or a mapping"
     )
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "pure_bf16"] = Field(
         default="auto", description="of the products; pure_bf16: of the trained tensors too"

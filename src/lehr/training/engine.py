@@ -213,7 +213,7 @@ class Engine:
             **steps,
         }
         if known is not None:
-            row["origins"] = list(data.origins)
+            row |= {"origins": list(data.origins), "quarantined": True}
             self._write(row)
             self._emit(events.UpdateDone(strict(row)))
             self._guard.passed_over(known, data.origins)
