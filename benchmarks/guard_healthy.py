@@ -193,6 +193,7 @@ def unusual_at(limit: float, rows: list[dict[str, Any]]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--start", type=int, default=0, help="first seed")
     parser.add_argument("--updates", type=int, default=2000)
     parser.add_argument("--no-guard", action="store_true")
     arguments = parser.parse_args()
@@ -206,7 +207,7 @@ def main() -> None:
     data: dict[str, list[Pack]] = {}
     total = {"skipped": 0, "rewinds": 0, "stopped": 0, "suspects": 0}
     elsewhere = dict.fromkeys(LIMITS, 0)
-    for seed in range(arguments.seeds):
+    for seed in range(arguments.start, arguments.start + arguments.seeds):
         kind = ("plain", "mixed", "fast")[seed % 3]
         packs = data.setdefault(kind, data_of(kind, texts))
         found = run(seed, kind, packs, arguments.updates, guard)

@@ -28,13 +28,22 @@ def guarded(guard: Any = None, **keys: Any) -> dict[str, Any]:
     return sft(**(LONG | more | keys))
 
 
+def louder(found: Loss, factor: float) -> Loss:
+    """The same loss times `factor`, also where it is told by source."""
+    told = {
+        name: (total * (factor if name.startswith("source.") else 1.0), count)
+        for name, (total, count) in found.metrics.items()
+    }
+    return Loss(found.total * factor, told)
+
+
 def loud_from(monkeypatch: pytest.MonkeyPatch, origins: set[str]) -> None:
     """Rows of these origins have a loss a hundred times as large."""
 
     def loss(self, model, pack):
         found = HONEST(self, model, pack)
         loud = any(str(origin) in origins for origin in pack.origins)
-        return Loss(found.total * (100.0 if loud else 1.0), found.metrics)
+        return louder(found, 100.0 if loud else 1.0)
 
     monkeypatch.setattr(Language, "loss", loss)
 
@@ -92,7 +101,7 @@ def test_stop_is_status_4_and_the_same_command_goes_on(run_dir, monkeypatch, cap
     def loss(self, model, pack):
         calls.append(1)
         found = HONEST(self, model, pack)
-        return Loss(found.total * (100.0 if len(calls) == 20 else 1.0), found.metrics)
+        return louder(found, 100.0 if len(calls) == 20 else 1.0)
 
     monkeypatch.setattr(Language, "loss", loss)
     path = write_recipe(run_dir, guarded("stop", micro_batch=8))
@@ -117,7 +126,7 @@ def test_a_run_that_went_back_ends_as_one_with_the_record_from_the_start(run_dir
     def loss(self, model, pack):
         calls.append(1)
         found = HONEST(self, model, pack)
-        return Loss(found.total * (100.0 if len(calls) in (17, 18, 19) else 1.0), found.metrics)
+        return louder(found, 100.0 if len(calls) in (17, 18, 19) else 1.0)
 
     monkeypatch.setattr(Language, "loss", loss)
     values = {"micro_batch": 8, "precision": "fp32"}
@@ -139,7 +148,7 @@ def test_rewinds_none_stops_instead(run_dir, monkeypatch):
     def loss(self, model, pack):
         calls.append(1)
         found = HONEST(self, model, pack)
-        return Loss(found.total * (100.0 if len(calls) > 20 else 1.0), found.metrics)
+        return louder(found, 100.0 if len(calls) > 20 else 1.0)
 
     monkeypatch.setattr(Language, "loss", loss)
     with pytest.raises(Diverged, match="3 of the last 8"):
@@ -161,3 +170,13 @@ def test_a_record_is_part_of_the_recipes_hash_and_its_path_is_not(run_dir):
         (run_dir / "moved" / "recipe.yaml").write_text(dump_recipe(recipe, run_dir / "moved"))
         assert recipe_hash(load_recipe(run_dir / "moved" / "recipe.yaml")) == hashes[-1]
     assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_z_loss_shows_and_holds_log_z(run_dir):
+    keys = {"z_loss": 1.0, "precision": "fp32"}
+    plain = metrics(trained(run_dir, "plain", sft(precision="fp32")))
+    held = metrics(trained(run_dir, "held", sft(**keys)))
+    assert not any("objective.z_loss" in row for row in plain)
+    assert held[0]["objective.loss"] == pytest.approx(plain[0]["objective.loss"], abs=1e-6)
+    assert held[0]["loss"] > plain[0]["loss"] + 1.0
+    assert abs(held[-1]["objective.log_z"]) < abs(plain[-1]["objective.log_z"])

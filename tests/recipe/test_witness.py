@@ -116,6 +116,8 @@ WITNESSES = {
     "stages.*.early_stop": "the last update of metrics.jsonl; training/engine.py",
     "stages.*.adapter": "as adapter, for one stage; pipeline/",
     "stages.*.fold_parent": "rank of the produced adapter, and a new base; pipeline/",
+    "stages.pretrain.z_loss": "objective.z_loss of metrics.jsonl; objectives/language.py",
+    "stages.sft.z_loss": "objective.z_loss of metrics.jsonl; objectives/language.py",
     "stages.preference.loss": "the objective's metrics; stages/preference.py",
     "stages.preference.beta": "objective.reward of metrics.jsonl; objectives/preference.py",
     "stages.preference.label_smoothing": "the loss at a margin; objectives/preference.py",

@@ -37,10 +37,10 @@ def test_median_and_spread_by_hand():
 
 
 def test_the_limit_by_hand():
-    """Eight values, so that limit 8 counts as 8 (1 + 16/8) = 24 spreads."""
+    """Eight values, so that limit 8 counts as 8 (1 + 8/8) = 16 spreads."""
     window = Window(PLAIN, 64, [1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4])
     # median 1.7, distances 0.7 0.5 0.3 0.1 0.1 0.3 0.5 0.7: MAD 0.4
-    limit = 1.7 + 24 * 1.4826 * 0.4
+    limit = 1.7 + 16 * 1.4826 * 0.4
     assert window.judge(limit + 1e-9, 8.0).limit == pytest.approx(limit)
     assert window.judge(limit - 1e-9, 8.0) is None
     # a heavy tail: twice the largest excess is usual, whatever the spread
@@ -50,9 +50,9 @@ def test_the_limit_by_hand():
 
 def test_logarithms_compare_factors():
     window = Window(Kind(logarithm=True, absolute=0.1), 64, [math.log(2.0)] * 64)
-    found = window.judge(10.0, 8.0)  # 8 x 1.25 x 0.1 = 1: a factor e
-    assert found.usual == pytest.approx(2.0) and found.limit == pytest.approx(2.0 * math.e)
-    assert window.judge(5.4, 8.0) is None and window.judge(0.0, 8.0) is None
+    found = window.judge(10.0, 8.0)  # 8 x 1.125 x 0.1 = 0.9
+    assert found.usual == pytest.approx(2.0) and found.limit == pytest.approx(2.0 * math.exp(0.9))
+    assert window.judge(4.9, 8.0) is None and window.judge(0.0, 8.0) is None
 
 
 def test_few_values_judge_nothing_and_a_fall_is_no_alarm():
@@ -98,6 +98,7 @@ def test_sources_stand_for_themselves():
         one.accept(attempt, signals_of(1.5, 1.0, a_only))
     mostly_b = {"source.a.loss": 1.0, "source.b.loss": 5.0}
     assert one.judge(signals_of(4.9, 1.0, mostly_b)) is None
+    assert one.judge(signals_of(5.0, 1.0, {"source.b.loss": 5.0})) is None, "b alone"
     alarm = one.judge(signals_of(1.6, 1.0, {"source.a.loss": 1.0, "source.b.loss": 9.0}))
     assert alarm.signal == "loss of b" and "usual 5" in str(alarm)
 

@@ -294,7 +294,7 @@ class Keep(Section):
 class Stage(Grown):
     """Keys that every training stage has."""
 
-    LATER = (
+    LATER: ClassVar[tuple[str, ...]] = (
         *("ema", "loss_scale", "fp8", "stochastic_rounding", "gradient_flow_every"),
         *("noise_scale_every", "scale_rate", "guard"),
     )
@@ -387,14 +387,20 @@ class Stage(Grown):
 class PretrainStage(Stage):
     """Next-token training on plain text: from scratch, or continued from a parent."""
 
+    LATER = (*Stage.LATER, "z_loss")
+
     kind: Literal["pretrain"] = "pretrain"
+    z_loss: NotNegative = Field(default=0.0, description="times log² Z, added to each token's loss")
     overflow: Literal["truncate", "drop", "split"] = "split"
 
 
 class SftStage(Stage):
     """Supervised fine-tuning on conversations."""
 
+    LATER = (*Stage.LATER, "z_loss")
+
     kind: Literal["sft"] = "sft"
+    z_loss: NotNegative = Field(default=0.0, description="times log² Z, added to each token's loss")
     learning_rate: NotNegative = 2e-4
 
 

@@ -80,10 +80,10 @@ class Alarm:
 def signals_of(loss: float, norm: float, metrics: Mapping[str, float]) -> dict[str, float]:
     """The signals of an update, by name, from its loss, gradient norm and metrics.
 
-    Where the update has several sources each one's loss stands for itself: their mixture
-    changes from update to update, and that is no spike.
+    Where the losses of sources are known, each one's stands for itself: their mixture changes
+    from update to update, and that is no spike.
 
-    >>> signals_of(3.0, 1.0, {"log_z": -9.0, "source.a.loss": 2.0})
+    >>> signals_of(3.0, 1.0, {"log_z": -9.0})
     {'gradient norm': 1.0, 'loss': 3.0, 'log Z': 9.0}
     >>> signals_of(3.0, 1.0, {"source.a.loss": 2.0, "source.b.loss": 4.0})
     {'gradient norm': 1.0, 'loss of a': 2.0, 'loss of b': 4.0}
@@ -94,24 +94,20 @@ def signals_of(loss: float, norm: float, metrics: Mapping[str, float]) -> dict[s
         for name, value in metrics.items()
         if name.startswith(_SOURCE) and name.endswith(".loss")
     }
-    signals |= sources if len(sources) > 1 else {LOSS: loss}
+    signals |= sources or {LOSS: loss}
     signals |= {name: abs(metrics[key]) for key, name in _COLUMNS.items() if key in metrics}
     return signals
 
 
 class Guard:
-    """The windows of a run's signals, and what was unusual lately.
-
-    An update with one source after updates with several is judged by its total loss, which
-    has a window of its own.
-    """
+    """The windows of a run's signals, and what was unusual lately."""
 
     def __init__(self, settings: GuardSettings) -> None:
         self.settings = settings
         self._windows: dict[str, Window] = {}
         self._applied: list[int] = []  # the newest attempts that moved the weights
         self._unusual: list[int] = []  # among the newest MEMORY attempts
-        self._suspects: list[int] = []  # attempts whose own step was unusual
+        self._suspects: dict[int, float] = {}  # attempts whose own step was unusual, and it
 
     def judge(self, signals: Mapping[str, float]) -> Alarm | None:
         """The signal that is furthest above its limit, if one is. Changes nothing."""
@@ -139,7 +135,8 @@ class Guard:
         """
         window, limit = self._window(STEP), self.settings.limit
         if window.judge(step, limit / 2) is not None:
-            self._suspects = [*self._suspects, attempt][-MEMORY:]
+            newest = {k: v for k, v in self._suspects.items() if k > attempt - 2 * MEMORY}
+            self._suspects = newest | {attempt: step}
         found = window.judge(step, limit)
         if found is None:
             window.accept(step)
@@ -156,15 +153,15 @@ class Guard:
 
         earlier  how often the run went back before: each time it looks twice as far
 
-        At first the last applied one before the trouble, or those among the newest whose step
-        was unusual. Once that did not help, the unusual attempts themselves too.
+        At first the last applied one before the trouble, or the one among the newest with the
+        largest unusual step. Once that did not help, the unusual attempts themselves too.
         """
         start = min(self._unusual) if self._unusual else None
         before = [one for one in self._applied if start is None or one < start]
         blamed = before[-(2**earlier) :]
         witnesses = [one for one in self._suspects if one in before[-MEMORY:]]
         if earlier == 0:
-            return witnesses or blamed
+            return [max(witnesses, key=self._suspects.__getitem__)] if witnesses else blamed
         return sorted({*blamed, *witnesses, *self._unusual})
 
     def state(self) -> dict[str, Any]:
@@ -173,7 +170,7 @@ class Guard:
             "windows": {name: window.values for name, window in self._windows.items()},
             "applied": self._applied,
             "unusual": self._unusual,
-            "suspects": self._suspects,
+            "suspects": list(self._suspects.items()),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -185,7 +182,7 @@ class Guard:
         }
         self._applied = list(state.get("applied", ()))
         self._unusual = list(state.get("unusual", ()))
-        self._suspects = list(state.get("suspects", ()))
+        self._suspects = {attempt: step for attempt, step in state.get("suspects", ())}
 
     def _window(self, name: str) -> Window:
         if name not in self._windows:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 MAD_TO_SPREAD = 1.4826
 FEWEST = 8  # values before anything is judged
-WARM = 16.0  # so many values double the limit
+WARM = 8.0  # so many values double the limit
 TAIL = 2.0
 
 
