@@ -182,7 +182,7 @@ class Guard:
         }
         self._applied = list(state.get("applied", ()))
         self._unusual = list(state.get("unusual", ()))
-        self._suspects = {attempt: step for attempt, step in state.get("suspects", ())}
+        self._suspects = dict(state.get("suspects", ()))
 
     def _window(self, name: str) -> Window:
         if name not in self._windows:
