@@ -180,3 +180,20 @@ def test_z_loss_shows_and_holds_log_z(run_dir):
     assert held[0]["objective.loss"] == pytest.approx(plain[0]["objective.loss"], abs=1e-6)
     assert held[0]["loss"] > plain[0]["loss"] + 1.0
     assert abs(held[-1]["objective.log_z"]) < abs(plain[-1]["objective.log_z"])
+
+
+def test_adaptive_clip_shows(run_dir):
+    assert not any("clipped" in row for row in metrics(trained(run_dir, "plain", sft())))
+    shown = []
+    for clip in (
+        {"kind": "tensor", "limit": 1.0, "warmup": 2},
+        {"kind": "tensor", "limit": 1.0, "warmup": 3},
+        {"kind": "tensor", "limit": 1.0, "warmup": 2, "decay": 0.1},
+        {"kind": "tensor", "limit": 9.0, "warmup": 2},
+        {"kind": "z_score", "limit": 1.0, "warmup": 2},
+    ):
+        rows = metrics(trained(run_dir, "clipped", sft(adaptive_clip=clip, learning_rate=0.05)))
+        shown.append([(row["clipped"], row["loss"]) for row in rows])
+    assert all(one != other for n, one in enumerate(shown) for other in shown[:n])
+    tensor = load_recipe(write_recipe(run_dir, sft(adaptive_clip="tensor"))).stages[0]
+    assert tensor.adaptive_clip.kind == "tensor"

@@ -6,6 +6,7 @@ from typing import Any
 
 from lehr.pipeline.events import Events
 from lehr.training import events as engine
+from lehr.training.clipping import AdaptiveClipSettings
 from lehr.training.guard import GuardSettings
 from lehr.training.quarantine import Quarantined, read_record
 
@@ -18,6 +19,16 @@ def guard_of(stage: Any) -> GuardSettings | None:
     if guard.policy == "off":
         return None
     return GuardSettings(guard.policy, guard.limit, guard.window, guard.rewinds)
+
+
+def adaptive_clip_of(stage: Any) -> AdaptiveClipSettings | None:
+    """The clipping that follows the run, if the recipe asks for it."""
+    adaptive_clip = stage.adaptive_clip
+    if adaptive_clip is None:
+        return None
+    return AdaptiveClipSettings(
+        adaptive_clip.kind, adaptive_clip.limit, adaptive_clip.decay, adaptive_clip.warmup
+    )
 
 
 def quarantine_of(recipe: Any, stage: Any) -> tuple[Quarantined, ...]:

@@ -48,6 +48,7 @@ from lehr.recipe.fields import (
     as_scale,
     as_scaling,
 )
+from lehr.recipe.stability import AdaptiveClip, Guarding
 
 StageKind = Literal["pretrain", "sft", "preference"]
 Format = Literal["auto", "text", "chat", "pair", "labelled", "alpaca", "sharegpt", "completion"]
@@ -258,22 +259,6 @@ class Budget(Section):
     budget: PartialShare
 
 
-class Guarding(Section):
-    """What is done about an unusual update: one far outside of what its run has shown so far."""
-
-    policy: Literal["rewind", "skip", "stop", "off"] = Field(
-        default="rewind", description="skip it and go back where that does not help; skip; stop"
-    )
-    limit: Number = Field(default=8.0, ge=1, description="spreads above the median that are usual")
-    window: Annotated[Count, Field(ge=32)] = Field(
-        default=128, description="accepted updates that a new one is compared with"
-    )
-    rewinds: Rows = Field(default=3, description="how often a stage may go back; then it stops")
-    quarantine: Annotated[Text | None, BeforeValidator(as_nothing)] = Field(
-        default=None, description="a record of batches to leave out: quarantine.jsonl of a run"
-    )
-
-
 class ScaleRate(Section):
     """The learning rate was found at another batch size."""
 
@@ -296,7 +281,7 @@ class Stage(Grown):
 
     LATER: ClassVar[tuple[str, ...]] = (
         *("ema", "loss_scale", "fp8", "stochastic_rounding", "gradient_flow_every"),
-        *("noise_scale_every", "scale_rate", "guard"),
+        *("noise_scale_every", "scale_rate", "guard", "adaptive_clip"),
     )
 
     kind: StageKind
@@ -331,6 +316,9 @@ class Stage(Grown):
     )
     clip: Annotated[Positive | None, BeforeValidator(as_nothing)] = Field(
         default=1.0, description="largest norm of the gradient, or none"
+    )
+    adaptive_clip: Annotated[AdaptiveClip | None, BeforeValidator(as_nothing)] = Field(
+        default=None, description="a limit that follows the run: tensor, z_score, or a mapping"
     )
     guard: Annotated[Guarding, BeforeValidator(as_guard)] = Field(
         default_factory=Guarding, description="of unusual updates: its policy, or a mapping"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lehr.data.shapes import Pack
 from lehr.training.guard import Alarm
@@ -34,6 +34,7 @@ class Verdict:
     bad       names what is not finite, `suspects` the micro-batches where
     alarm     of the guard, where everything is finite
     overflow  gradients that only the loss scale made infinite
+    norms     of each tensor's gradient
     """
 
     loss: float
@@ -43,6 +44,7 @@ class Verdict:
     metrics: Mapping[str, float]
     overflow: tuple[str, ...] = ()
     alarm: Alarm | None = None
+    norms: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def fine(self) -> bool:

@@ -28,6 +28,7 @@ from lehr.training.attempt import QUARANTINED, Taken, Verdict
 from lehr.training.averaging import Average
 from lehr.training.batch import Merge, cut
 from lehr.training.batch_norm import BatchNorms
+from lehr.training.clipping import AdaptiveClip
 from lehr.training.gradient_flow import GradientFlow
 from lehr.training.guard import Guard
 from lehr.training.guarding import RunGuard
@@ -101,10 +102,12 @@ class Engine:
         self._metrics = MetricsFile(folder / "metrics.jsonl")
         key = key or content_hash([str(name) for name in seed_names])
         guard = None if settings.guard is None else Guard(settings.guard)
+        adaptive = settings.adaptive_clip
+        self._clip = None if adaptive is None else AdaptiveClip(adaptive)
         self._quarantine = Quarantine(folder, key, settings.quarantine)
         self._store = Store(
             folder, key, settings, self._trained, self._buffers, self._optimizer, self._emit,
-            self._average, self.numerics, self._quarantine, guard,
+            self._average, self.numerics, self._quarantine, guard, self._clip,
         )  # fmt: skip
         self._guard = RunGuard(
             settings, guard, self._quarantine, self._store, self._trained, self._emit
@@ -185,7 +188,7 @@ class Engine:
         else:
             flow = self._flow.begin(self.progress.update + 1)
             noise = self._noise.columns(self.progress.update + 1, data.denominator)
-            gradients.clip_to(self._trained, verdict.norm, self.settings.clip)
+            steps |= self._clipped(verdict)
             set_rate(self._optimizer, learning_rate)
             self._guard.before_step()
             steps |= self._step(self.progress.update + 1) | self._norms.apply()
@@ -283,7 +286,17 @@ class Engine:
         bad = (*bad, *self.numerics.flagged()) if bad else ()
         means = done.metrics.means()
         alarm = None if bad else self._guard.judge(done.loss, measured.norm, means)
-        return Verdict(done.loss, measured.norm, bad, done.nonfinite, means, overflow, alarm)
+        return Verdict(
+            done.loss, measured.norm, bad, done.nonfinite, means, overflow, alarm, measured.norms
+        )
+
+    def _clipped(self, verdict: Verdict) -> dict[str, float]:
+        """Clip the gradients, the global limit first; columns of metrics.jsonl."""
+        factor = gradients.clip_to(self._trained, verdict.norm, self.settings.clip)
+        if self._clip is None:
+            return {}
+        left = {name: factor * norm for name, norm in verdict.norms.items()}
+        return self._clip.apply(self._trained, left)
 
     def _after_skip(self, row: dict[str, Any], data: Taken, verdict: Verdict) -> None:
         """Name the batch; go back, or give the run up, where skipping does not help."""

@@ -18,6 +18,7 @@ from lehr.data.shapes import Pack
 from lehr.errors import LehrError, Problem
 from lehr.training import checkpoint, events
 from lehr.training.averaging import Average
+from lehr.training.clipping import AdaptiveClip
 from lehr.training.guard import Guard
 from lehr.training.metrics import MetricsFile
 from lehr.training.numerics import Numerics
@@ -68,6 +69,7 @@ class Store:
         numerics: Numerics | None = None,
         quarantine: Quarantine | None = None,
         guard: Guard | None = None,
+        clip: AdaptiveClip | None = None,
     ) -> None:
         self.root = folder / "checkpoints"
         self.saved_update = 0
@@ -75,7 +77,7 @@ class Store:
         self._trained, self._buffers, self._optimizer = trained, buffers, optimizer
         self._average, self._numerics = average, numerics
         self._quarantine = quarantine or Quarantine(folder, key)
-        self._guard = guard
+        self._guard, self._clip = guard, clip
         self._damaged: set[Path] = set()
 
     def resume(
@@ -189,6 +191,8 @@ class Store:
             state["quarantined"] = left_out
         if self._guard is not None:
             state["guard"] = self._guard.state()
+        if self._clip is not None:
+            state["clip"] = self._clip.state()
         return state
 
     def _load(self, found: checkpoint.Checkpoint, progress: Progress, batches: Batches) -> None:
@@ -198,6 +202,8 @@ class Store:
             self._numerics.load(found.state.get("numerics", {}), str(found.path))
         if self._guard is not None:
             self._guard.load(found.state.get("guard", {}))
+        if self._clip is not None:
+            self._clip.load(found.state.get("clip", {}))
         progress.load(found.state["progress"])
         batches.load(found.state["batches"])
         self.saved_update = progress.update
