@@ -32,9 +32,9 @@ def poison(monkeypatch: pytest.MonkeyPatch, bad: set[int]) -> None:
     monkeypatch.setattr(Language, "loss", loss)
 
 
-def recipe() -> dict:
+def recipe(guard: str = "rewind") -> dict:
     made = lora_recipe(gates="none", export="adapter")
-    keys = stage("chats", packing=True, micro_batch=8, checkpoint_every=1)
+    keys = stage("chats", packing=True, micro_batch=8, checkpoint_every=1, guard=guard)
     return made | {"stages": [{"sft": keys}]}
 
 
@@ -50,7 +50,7 @@ def test_one_nan_is_visible_and_not_applied(work, monkeypatch):  # noqa: F811
 
 
 def test_nan_that_stays_ends_the_run_and_leaves_it_resumable(work, monkeypatch):  # noqa: F811
-    path = write_recipe(work, recipe())
+    path = write_recipe(work, recipe("skip"))
     poison(monkeypatch, set(range(3, 100)))
     with pytest.raises(Diverged) as caught:
         go(path)
@@ -67,3 +67,18 @@ def test_nan_that_stays_ends_the_run_and_leaves_it_resumable(work, monkeypatch):
     ledger, _, heard = go(path)
     assert [event.data["update"] for event in heard.of("resumed")] == [2]
     assert ledger.verdict == "promoted" and ledger.stages[0]["updates"] == 6
+
+
+def test_going_back_does_not_hide_nan_that_stays(work, monkeypatch):  # noqa: F811
+    path = write_recipe(work, recipe())
+    poison(monkeypatch, set(range(3, 100)))
+    with pytest.raises(Diverged, match="3 attempts in a row") as caught:
+        go(path)
+    assert caught.value.exit_status == 4
+    assert read(work / "out" / "ledger.json")["verdict"] == "diverged"
+    monkeypatch.undo()
+    ledger, out, _ = go(path)
+    assert ledger.verdict == "promoted" and ledger.stages[0]["updates"] == 6
+    assert [row["update"] for row in metrics(out / "01-sft") if not row["skipped"]] == [
+        *range(1, 7)
+    ]

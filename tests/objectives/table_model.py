@@ -16,6 +16,7 @@ VOCABULARY = 7
 @dataclass(frozen=True)
 class Stats:
     log_probability: Tensor
+    log_z: Tensor
     argmax: Tensor | None
 
 
@@ -35,7 +36,8 @@ class TableModel(nn.Module):
     ) -> Stats:
         logits = hidden[predict_from]
         chosen = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
-        return Stats(chosen, logits.argmax(-1) if argmax else None)
+        best = logits.argmax(-1) if argmax else None
+        return Stats(chosen, torch.logsumexp(logits, -1), best)
 
     def log_probability(self, token: int, target: int) -> float:
         return float(torch.log_softmax(self.table[token].detach(), -1)[target])

@@ -79,3 +79,31 @@ def test_gradient_is_probability_minus_target():
     expected = torch.softmax(model.table[0].detach(), -1)
     expected[1] -= 1.0
     torch.testing.assert_close(model.table.grad[0], expected)
+
+
+def test_z_loss_by_hand_and_its_gradient():
+    """c log² Z a token; its gradient by a logit is 2 c log Z softmax(logit)."""
+    model = TableModel()
+    model.double()
+    pack = text_pack([[0, 1], [3, 4]])
+    plain, held = Language().loss(model, pack), Language(z_loss=0.01).loss(model, pack)
+    logits = model.table.detach()[[0, 3]]
+    log_z = torch.logsumexp(logits, -1)
+    extra = 0.01 * log_z.square().sum()
+    assert (held.total - plain.total).item() == pytest.approx(float(extra), rel=1e-6)
+    assert mean(held, "z_loss") == pytest.approx(float(extra) / 2, rel=1e-6)
+    assert mean(held, "log_z") == mean(plain, "log_z") == pytest.approx(float(log_z.mean()))
+    assert mean(held, "loss") == mean(plain, "loss")
+    (difference,) = torch.autograd.grad(held.total - plain.total, model.table)
+    expected = 0.02 * log_z[:, None] * torch.softmax(logits, -1)
+    assert torch.allclose(difference[[0, 3]], expected, atol=1e-9)
+    assert "z_loss" not in plain.metrics
+
+
+def test_normalised_logits_have_no_z_loss():
+    model = TableModel()
+    with torch.no_grad():
+        model.table.copy_(torch.log_softmax(model.table, -1))
+    pack = text_pack([[0, 1, 2]])
+    plain, held = Language().loss(model, pack), Language(z_loss=1.0).loss(model, pack)
+    assert held.total.item() == pytest.approx(plain.total.item(), abs=1e-6)

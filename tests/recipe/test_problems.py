@@ -45,7 +45,7 @@ CASES = {
     "precision: fp12": "one of auto, fp32, bf16, fp16, fp8, pure_bf16; did you mean fp32? "
     "(found 'fp12')",
     "teacher: m": "stages.0.sft.teacher: no teacher: it is not in this version",
-    "guard: true": "no guard: it is not in this version; non-finite updates are always",
+    "guard: true": "rewind, skip, stop or off, or a mapping with policy (found True)",
     "keep: {kl: 0.1}": "keep.kl: no kl: it is not in this version; replay is there",
     "adapter: {kind: qlora}": "one of lora, none; qlora is not in this version",
     "optimizer: lion": "lion is not in this version",

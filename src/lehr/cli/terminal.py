@@ -206,7 +206,7 @@ class Terminal:
 
     def _health(self, row: dict[str, Any]) -> tuple[str, str]:
         if row.get("skipped"):
-            return "update skipped: not finite", "red"
+            return f"update skipped: {_why_skipped(row)}", "red"
         if len(self.losses) < 8:
             return f"loss {self.losses[-1]:.2f}" if self.losses else "starting", ""
         half = len(self.losses) // 2
@@ -280,3 +280,10 @@ def mask_text(spans: list[dict[str, Any]]) -> Text:
         text.append(span["text"], style=style + (" bold" if span["control"] else ""))
     text.rstrip()
     return text
+
+
+def _why_skipped(row: dict[str, Any]) -> str:
+    """The guard's signal, quarantine, or a value that is not finite."""
+    if "guard.signal" in row:
+        return f"unusual {row['guard.signal']}"
+    return "in quarantine" if row.get("quarantined") else "not finite"

@@ -14,12 +14,15 @@ from lehr.objectives.base import Loss, Number
 
 @dataclass(frozen=True)
 class Language:
-    """Cross-entropy as a sum over pairs, in nats:  L = − Σ_r w_r log p(target_r).
+    """Cross-entropy as a sum over pairs, in nats:  L = Σ_r w_r (−log p(target_r) + c log² Z_r).
 
+    z_loss      c: holds the normaliser Z near 1, so that logits do not drift (PaLM,
+                arXiv 2204.02311, section 5); 0 = none
     accuracy    also report how often the most likely token is the target
     per_source  also report `source.<name>.loss` for each data source in the pack
     """
 
+    z_loss: float = 0.0
     accuracy: bool = True
     per_source: bool = True
 
@@ -37,7 +40,14 @@ class Language:
         losses = -weights * log_probability
         total = losses.sum()
         weight = self.weight(pack)
-        metrics: dict[str, tuple[Number, Number]] = {"loss": (total.detach(), weight)}
+        metrics: dict[str, tuple[Number, Number]] = {
+            "loss": (total.detach(), weight),
+            "log_z": ((weights * stats.log_z.detach()).sum(), weight),
+        }
+        if self.z_loss:
+            extra = self.z_loss * (weights * stats.log_z.square()).sum()
+            metrics["z_loss"] = (extra.detach(), weight)
+            total = total + extra
         if self.accuracy:
             right = (stats.argmax == pack.targets.to(stats.argmax.device)).to(weights.dtype)
             metrics["accuracy"] = ((weights * right).sum(), weight)

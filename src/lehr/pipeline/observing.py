@@ -11,6 +11,7 @@ from typing import Any
 
 from lehr.pipeline.events import Events
 from lehr.pipeline.files import write_text
+from lehr.pipeline.guarding import tell
 from lehr.training import events as engine
 from lehr.training.float8_convert import LayerFellBack
 
@@ -25,6 +26,8 @@ def watch(events: Events) -> Callable[[Any], None]:
 
     def observe(event: Any) -> None:
         nonlocal updates
+        if tell(events, event):
+            return
         if isinstance(event, engine.RunStarted):
             updates = event.updates
         elif isinstance(event, engine.UpdateDone):

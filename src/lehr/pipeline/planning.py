@@ -23,6 +23,7 @@ from lehr.pipeline.admission import admit
 from lehr.pipeline.events import Events
 from lehr.pipeline.files import read_json, write_json
 from lehr.pipeline.fitting import batch_finding, position_problems, target_problems
+from lehr.pipeline.guarding import quarantine_of
 from lehr.pipeline.keys import base_key
 from lehr.pipeline.precision import require_precision
 from lehr.pipeline.recomputing import Settled, settle_recompute
@@ -192,6 +193,7 @@ def _stages(
             continue
         everything = trains_all(recipe, stage, bench.is_tiny and index == 0)
         planned = planned_stage(index, stage, found, recipe.seed, everything)
+        planned.quarantine = quarantine_of(recipe, stage)
         wrong = planned.settings(bench.precision).problems(bool(planned.heldout()))
         wrong += micro_batch_problems(bench.model, stage.micro_batch)
         problems += [

@@ -35,7 +35,7 @@ def replay_last_updates(
     with tempfile.TemporaryDirectory() as aside:
         copy = Path(aside) / planned.folder_name
         copy.mkdir()
-        for name in ("metrics.jsonl", "reference.json"):
+        for name in ("metrics.jsonl", "reference.json", "quarantine.jsonl"):
             if (folder / name).is_file():
                 shutil.copy2(folder / name, copy / name)
         # The best one may be older still; what is newer must be made again.

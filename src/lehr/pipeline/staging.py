@@ -13,6 +13,7 @@ import torch
 from lehr.data.loader import UpdateBatches
 from lehr.data.packing import fill, pack
 from lehr.data.shapes import Encoded
+from lehr.pipeline.guarding import adaptive_clip_of, guard_of
 from lehr.pipeline.precision import float8_of, loss_scale_of
 from lehr.pipeline.recomputing import Settled
 from lehr.pipeline.sources import EncodedSource
@@ -25,6 +26,7 @@ from lehr.training.batch import choose_micro_batch
 from lehr.training.batch_rules import scaled_rate
 from lehr.training.optimizers import GroupRule, OptimizerSettings, beta2_of_half_life
 from lehr.training.progress import TrainingResult
+from lehr.training.quarantine import Quarantined
 from lehr.training.schedules import Schedule
 from lehr.training.settings import EngineSettings
 
@@ -56,6 +58,7 @@ class PlannedStage:
     seconds: float = 0.0
     memory: Mapping[str, int] | None = None
     disk: int = 0
+    quarantine: tuple[Quarantined, ...] = ()
     float8: list[str] = field(default_factory=list)  # every linear layer with its verdict
     findings: list[str] = field(default_factory=list)
 
@@ -88,6 +91,9 @@ class PlannedStage:
             optimizer=_optimizer(stage.optimizer, self.tokens_per_update),
             ema=_average(stage.ema),
             clip=stage.clip,
+            adaptive_clip=adaptive_clip_of(stage),
+            guard=guard_of(stage),
+            quarantine=self.quarantine,
             precision=precision,
             loss_scale=loss_scale_of(stage),
             fp8=float8_of(stage),

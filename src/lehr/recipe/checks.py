@@ -55,7 +55,7 @@ def check(document: Document, parts: Parts, folder: Path) -> None:
             _check_source(document, name, source, folder)
     for index, stage in enumerate(parts.stages):
         if stage is not None:
-            _check_stage(document, index, stage)
+            _check_stage(document, index, stage, folder)
     _check_gates(document, parts)
     _notice_unused(document, parts)
 
@@ -149,7 +149,7 @@ def _check_source(document: Document, name: str, source: Source, folder: Path) -
                 document.problem((*keys, key), f"no {key}: it belongs to a microworld source")
 
 
-def _check_stage(document: Document, index: int, stage: Stage) -> None:
+def _check_stage(document: Document, index: int, stage: Stage, folder: Path) -> None:
     keys: Keys = ("stages", index)
     _check_shares(document, (*keys, "data"), stage.data)
     replay = stage.keep.replay
@@ -176,6 +176,10 @@ def _check_stage(document: Document, index: int, stage: Stage) -> None:
     _check_schedule(document, (*keys, "schedule"), stage)
     _check_optimizer(document, (*keys, "optimizer"), stage.optimizer)
     _check_precision(document, keys, stage)
+    record = stage.guard.quarantine
+    if record is not None and not _is_file(folder, record):
+        text = f"quarantine.jsonl of a run ({_no_such_file(folder, record)})"
+        document.problem((*keys, "guard", "quarantine"), text, record)
     updates = stage.max_updates
     if stage.ema is not None and updates is not None and stage.ema.start_after >= updates:
         text = f"fewer than max_updates ({updates}), or nothing is averaged"

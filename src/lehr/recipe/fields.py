@@ -103,6 +103,13 @@ def as_scaling(value: Any) -> Any:
     return {"scaling": value} if isinstance(value, str) else value
 
 
+def as_guard(value: Any) -> Any:
+    """false is the policy off; null says nothing, so it is refused."""
+    if value is None or value is True:
+        raise refused("rewind, skip, stop or off, or a mapping with policy")
+    return {"policy": "off"} if value is False else value
+
+
 def as_recompute(value: Any) -> Any:
     """null is the word none; a mapping holds a budget above 0 and below 1."""
     if value is None:

@@ -15,7 +15,7 @@ from typing import Any
 from lehr.errors import Problem, RecipeError
 from lehr.recipe.adapters import is_adapter, named_base
 from lehr.recipe.checks import is_local_model
-from lehr.recipe.schema import Recipe, Source
+from lehr.recipe.schema import Recipe, Source, Stage
 
 SAMPLE_BYTES = 1 << 16
 SAMPLES = 16
@@ -29,6 +29,8 @@ def recipe_hash(recipe: Recipe) -> str:
     value["model"] = model_part(recipe)
     value["template"] = template_part(recipe)
     value["data"] = {name: source_part(recipe, name) for name in recipe.data}
+    for index, stage in enumerate(recipe.stages):
+        _with_record(recipe, stage, value["stages"][index])
     return _hash(value)
 
 
@@ -41,6 +43,7 @@ def stage_part(recipe: Recipe, index: int) -> dict[str, Any]:
     """
     stage = recipe.stages[index]
     values = stage.model_dump(mode="json", exclude={"data", "keep", *WATCHING})
+    _with_record(recipe, stage, values)
     if stage.promote == "last" and stage.early_stop is None:
         values.pop("evaluate_every")
     part: dict[str, Any] = {
@@ -71,6 +74,12 @@ def source_part(recipe: Recipe, name: str) -> dict[str, Any]:
         for path in recipe.files_of(name)
     ]
     return value
+
+
+def _with_record(recipe: Recipe, stage: Stage, value: dict[str, Any]) -> None:
+    """What a record of batches to leave out says, in place of where it lies."""
+    if stage.guard.quarantine is not None:
+        value["guard"]["quarantine"] = file_sha256(recipe.path_of(stage.guard.quarantine))
 
 
 def template_part(recipe: Recipe) -> str:

@@ -159,6 +159,9 @@ def dump_recipe(recipe: Recipe, folder: Path | str | None = None) -> str:
         path = source["path"]
         if path is not None:
             source["path"] = moved(path) if isinstance(path, str) else [moved(p) for p in path]
+    for stage in value["stages"]:
+        if (record := stage.get("guard", {}).get("quarantine")) is not None:
+            stage["guard"]["quarantine"] = moved(record)
     protect = value["gates"]["protect"]
     value["gates"]["protect"] = _default_words(protect)
     value["data"] = {name: _without_nulls(source, Source) for name, source in value["data"].items()}

@@ -41,12 +41,14 @@ from lehr.recipe.fields import (
     Whole,
     as_decay,
     as_default,
+    as_guard,
     as_list,
     as_nothing,
     as_recompute,
     as_scale,
     as_scaling,
 )
+from lehr.recipe.stability import AdaptiveClip, Guarding
 
 StageKind = Literal["pretrain", "sft", "preference"]
 Format = Literal["auto", "text", "chat", "pair", "labelled", "alpaca", "sharegpt", "completion"]
@@ -277,9 +279,9 @@ class Keep(Section):
 class Stage(Grown):
     """Keys that every training stage has."""
 
-    LATER = (
+    LATER: ClassVar[tuple[str, ...]] = (
         *("ema", "loss_scale", "fp8", "stochastic_rounding", "gradient_flow_every"),
-        *("noise_scale_every", "scale_rate"),
+        *("noise_scale_every", "scale_rate", "guard", "adaptive_clip"),
     )
 
     kind: StageKind
@@ -314,6 +316,12 @@ class Stage(Grown):
     )
     clip: Annotated[Positive | None, BeforeValidator(as_nothing)] = Field(
         default=1.0, description="largest norm of the gradient, or none"
+    )
+    adaptive_clip: Annotated[AdaptiveClip | None, BeforeValidator(as_nothing)] = Field(
+        default=None, description="a limit that follows the run: tensor, z_score, or a mapping"
+    )
+    guard: Annotated[Guarding, BeforeValidator(as_guard)] = Field(
+        default_factory=Guarding, description="of unusual updates: its policy, or a mapping"
     )
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "pure_bf16"] = Field(
         default="auto", description="of the products; pure_bf16: of the trained tensors too"
@@ -367,14 +375,20 @@ class Stage(Grown):
 class PretrainStage(Stage):
     """Next-token training on plain text: from scratch, or continued from a parent."""
 
+    LATER = (*Stage.LATER, "z_loss")
+
     kind: Literal["pretrain"] = "pretrain"
+    z_loss: NotNegative = Field(default=0.0, description="times log² Z, added to each token's loss")
     overflow: Literal["truncate", "drop", "split"] = "split"
 
 
 class SftStage(Stage):
     """Supervised fine-tuning on conversations."""
 
+    LATER = (*Stage.LATER, "z_loss")
+
     kind: Literal["sft"] = "sft"
+    z_loss: NotNegative = Field(default=0.0, description="times log² Z, added to each token's loss")
     learning_rate: NotNegative = 2e-4
 
 

@@ -55,8 +55,7 @@ LATER: Mapping[str, dict[str, str]] = {
             "weights",
         ),
         "",
-    )
-    | {"guard": "non-finite updates are always skipped and named"},
+    ),
     "keep": dict.fromkeys(("kl", "interpolate", "l2_to_parent"), "replay is there"),
     "adapter": dict.fromkeys(("init", "rslora", "dora", "quantisation", "rows"), ""),
     "recipe": dict.fromkeys(("judge", "teacher", "deepspeed", "fsdp", "trackers"), ""),

@@ -20,6 +20,7 @@ from lehr.recipe.suggestions import LATER_KINDS, did_you_mean, only_of_other_sta
 STAGE_KEYS = frozenset(name for model in STAGE_CLASSES.values() for name in model.model_fields)
 TOP_KEYS = frozenset(Recipe.model_fields)
 SHORT = {"adapter": "kind", "schedule": "kind", "optimizer": "kind"}
+SHORT |= {"guard": "policy", "adaptive_clip": "kind"}
 
 
 def normalise(document: Document) -> None:

@@ -14,4 +14,4 @@ from lehr.training.progress import TrainingResult
 
 def pretrain(context: StageContext) -> TrainingResult:
     """Train on whole documents: every token but the first is a target."""
-    return train(context, Language())
+    return train(context, Language(z_loss=context.stage.z_loss))

@@ -14,4 +14,4 @@ from lehr.training.progress import TrainingResult
 
 def sft(context: StageContext) -> TrainingResult:
     """Train on the supervised tokens of conversations (and of replayed text)."""
-    return train(context, Language())
+    return train(context, Language(z_loss=context.stage.z_loss))

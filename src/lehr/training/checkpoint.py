@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,14 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Found:
-    """The newest whole checkpoint of this run, and everything newer that was passed over."""
+    """The newest whole checkpoint of this run, and everything newer that was passed over.
+
+    outdated  whole ones of this run, newer, that were not usable
+    """
 
     checkpoint: Checkpoint | None
     skipped: tuple[Skipped, ...]
+    outdated: tuple[Path, ...] = ()
 
 
 class DamagedCheckpointError(Exception):
@@ -173,12 +177,16 @@ def read(path: Path) -> tuple[str, Checkpoint]:
     return body["key"], Checkpoint(path, body["update"], body["state"])
 
 
-def newest(root: Path, key: str) -> Found:
-    """The newest whole checkpoint of the run `key`; damaged and foreign ones are named.
+def newest(
+    root: Path, key: str, usable: Callable[[Mapping[str, Any]], bool] = lambda state: True
+) -> Found:
+    """The newest whole and usable checkpoint of the run `key`; damaged and foreign ones are named.
 
+    usable  whether the run may go on from what the engine stored
     Raises RecipeError where a checkpoint holds a pickle.
     """
     skipped: list[Skipped] = []
+    outdated: list[Path] = []
     chosen: Checkpoint | None = None
     for _, path in reversed(_numbered(root)):
         if _is_foreign(path, key):
@@ -188,10 +196,15 @@ def newest(root: Path, key: str) -> Found:
             continue
         _refuse_pickles(path)
         try:
-            _, chosen = read(path)
+            _, found = read(path)
         except DamagedCheckpointError as error:
             skipped.append(Skipped(path, str(error), foreign=False))
-    return Found(chosen, tuple(skipped))
+            continue
+        if usable(found.state):
+            chosen = found
+        else:
+            outdated.append(path)
+    return Found(chosen, tuple(skipped), tuple(outdated))
 
 
 def rotate(root: Path, key: str, current: int, kept: int, damaged: Iterable[Path]) -> list[Path]:
@@ -216,11 +229,15 @@ def rotate(root: Path, key: str, current: int, kept: int, damaged: Iterable[Path
     protected = newest_numbers | {best for update, _, best in own if update in newest_numbers}
     doomed += [path for update, path, _ in own if update not in protected]
     for path in doomed:
-        # Out of its name first: a kill while deleting leaves no half checkpoint behind.
-        aside = path.with_name(f"{_ASIDE}old-{path.name}-{os.getpid()}")
-        path.rename(aside)
-        shutil.rmtree(aside)
+        remove(path)
     return doomed
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint. Out of its name first: a kill leaves no half one behind."""
+    aside = path.with_name(f"{_ASIDE}old-{path.name}-{os.getpid()}")
+    path.rename(aside)
+    shutil.rmtree(aside)
 
 
 def clean(root: Path) -> list[Path]:

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,20 +20,25 @@ from torch import nn
 
 from lehr import ranks
 from lehr.data.shapes import Pack
-from lehr.errors import Diverged, Interrupted, Problem, RecipeError
+from lehr.errors import Interrupted, Problem, RecipeError
 from lehr.objectives.base import Objective
 from lehr.streams import content_hash
 from lehr.training import events, gradients
+from lehr.training.attempt import QUARANTINED, Taken, Verdict
 from lehr.training.averaging import Average
 from lehr.training.batch import Merge, cut
 from lehr.training.batch_norm import BatchNorms
+from lehr.training.clipping import AdaptiveClip
 from lehr.training.gradient_flow import GradientFlow
+from lehr.training.guard import Guard
+from lehr.training.guarding import RunGuard
 from lehr.training.interrupts import Interrupts
 from lehr.training.metrics import MetricsFile, strict
 from lehr.training.noise_meter import NoiseMeter
 from lehr.training.numerics import Numerics
 from lehr.training.optimizers import GroupRule, make_optimizer, set_rate
 from lehr.training.progress import Progress, TrainingResult, result_of
+from lehr.training.quarantine import Quarantine
 from lehr.training.settings import EngineSettings
 from lehr.training.state import copied, put_back, running_buffers, trained_parameters
 from lehr.training.steps import effective_steps
@@ -42,33 +46,6 @@ from lehr.training.store import Batches, Store
 from lehr.training.update import StopNow, accumulate, arithmetic, denominator_of
 
 Evaluate = Callable[[int], Mapping[str, float]]
-
-
-@dataclass(frozen=True)
-class _Data:
-    """One attempt's micro-batches of this rank, what they weigh, and their size on all ranks."""
-
-    number: int
-    micro_batches: list[Pack]
-    weights: list[float]
-    denominator: float
-    tokens: int
-    supervised_tokens: int
-
-
-@dataclass(frozen=True)
-class _Verdict:
-    """What the backward passes gave; `bad` names what is not finite, `suspects` where."""
-
-    loss: float
-    norm: float
-    bad: tuple[str, ...]
-    suspects: tuple[int, ...]
-    metrics: Mapping[str, float]
-    overflow: tuple[str, ...] = ()  # gradients that only the loss scale made infinite
-
-
-_KNOWN = _Verdict(math.nan, math.nan, ("known from an earlier try",), (), {})
 
 
 class Engine:
@@ -123,13 +100,19 @@ class Engine:
         ema = settings.ema
         self._average = None if ema is None else Average(ema, self._trained, self._buffers)
         self._metrics = MetricsFile(folder / "metrics.jsonl")
+        key = key or content_hash([str(name) for name in seed_names])
+        guard = None if settings.guard is None else Guard(settings.guard)
+        adaptive = settings.adaptive_clip
+        self._clip = None if adaptive is None else AdaptiveClip(adaptive)
+        self._quarantine = Quarantine(folder, key, settings.quarantine)
         self._store = Store(
-            folder, key or content_hash([str(name) for name in seed_names]), settings,
-            self._trained, self._buffers, self._optimizer, self._emit, self._average, self.numerics,
+            folder, key, settings, self._trained, self._buffers, self._optimizer, self._emit,
+            self._average, self.numerics, self._quarantine, guard, self._clip,
         )  # fmt: skip
+        self._guard = RunGuard(
+            settings, guard, self._quarantine, self._store, self._trained, self._emit
+        )
         self._stage = settings.stage or str(seed_names[-1])
-        self._known_bad: frozenset[int] = frozenset()
-        self._bad_attempts: set[int] = set()
         self._interrupts = Interrupts()
         self._interrupt_told = False
         folder.mkdir(parents=True, exist_ok=True)
@@ -149,11 +132,13 @@ class Engine:
             self._first_batches = self._batches.state()
             if self._average is not None:
                 self._average.begin()
+            self._quarantine.read()
             self._store.resume(self.progress, self._batches, self._metrics)
             self._noise.recall(self._metrics.path)
             gradients.require_equal_start(self._trained)
             resumed_from = self.progress.update
-            self._known_bad = self._store.known_bad()
+            if self._guard.may_go_back:
+                self._store.save_start(self.progress, self._batches.state())
             self._emit(
                 events.RunStarted(resumed_from, self.progress.attempt, self.settings.updates)
             )
@@ -188,9 +173,9 @@ class Engine:
         started = time.perf_counter()
         self._norms.begin(self.progress.update)
         data = self._take()
-        known = data.number in self._known_bad
-        verdict = _KNOWN if known else self._backward(data)
-        skipped = not ranks.all_true(not verdict.bad)
+        known = self._guard.known(data.number, data.origins)
+        verdict = self._backward(data) if known is None else QUARANTINED
+        skipped = not ranks.all_true(verdict.fine)
         learning_rate = self.settings.rate(self.progress.update)
         steps = self.numerics.settle(skipped, verdict.overflow)
         fallen: tuple[events.Event, ...] = ()
@@ -199,13 +184,15 @@ class Engine:
             if verdict.overflow:
                 self.progress.overflowed()
             else:
-                self.progress.passed_over(known)
+                self.progress.passed_over(finite=not verdict.bad or known is not None)
         else:
             flow = self._flow.begin(self.progress.update + 1)
             noise = self._noise.columns(self.progress.update + 1, data.denominator)
-            gradients.clip_to(self._trained, verdict.norm, self.settings.clip)
+            steps |= self._clipped(verdict)
             set_rate(self._optimizer, learning_rate)
+            self._guard.before_step()
             steps |= self._step(self.progress.update + 1) | self._norms.apply()
+            steps |= self._guard.after_step(data.number, self.progress.update + 1, learning_rate)
             steps |= self._flow.end(flow) | noise
             self.progress.applied(data.tokens, data.supervised_tokens, verdict.loss)
             columns, fallen = self.numerics.applied(self.progress.update)
@@ -220,7 +207,7 @@ class Engine:
             "epoch": float(self._batches.epoch),
             "tokens": data.tokens,
             "supervised_tokens": data.supervised_tokens,
-            "loss": math.nan if skipped else verdict.loss,
+            "loss": math.nan if skipped and verdict.alarm is None else verdict.loss,
             "learning_rate": learning_rate,
             "grad_norm": verdict.norm,
             "seconds": seconds,
@@ -228,7 +215,12 @@ class Engine:
             **{_column(name): value for name, value in verdict.metrics.items()},
             **steps,
         }
-        if skipped:
+        if known is not None:
+            row |= {"origins": list(data.origins), "quarantined": True}
+            self._write(row)
+            self._emit(events.UpdateDone(strict(row)))
+            self._guard.passed_over(known, data.origins)
+        elif skipped:
             self._after_skip(row, data, verdict)
         else:
             for event in fallen:
@@ -251,12 +243,12 @@ class Engine:
             self._average.follow(update)
         return columns
 
-    def _take(self) -> _Data:
+    def _take(self) -> Taken:
         packs = self._batches.next()
         micro_batches = cut(packs, self.settings.micro_batch, self._merge)
         weights = [float(self._objective.weight(pack)) for pack in micro_batches]
         number = self.progress.attempt + 1
-        return _Data(
+        return Taken(
             number=number,
             micro_batches=micro_batches,
             weights=weights,
@@ -265,7 +257,7 @@ class Engine:
             supervised_tokens=int(ranks.all_sum(sum(pack.targets.numel() for pack in packs))),
         )
 
-    def _backward(self, data: _Data) -> _Verdict:
+    def _backward(self, data: Taken) -> Verdict:
         """All backward passes of the update; says what is not finite, changes no weight."""
         self.numerics.begin_attempt()
         done = accumulate(
@@ -293,34 +285,32 @@ class Engine:
         overflow = measured.nonfinite if self.numerics.overflowed(done.loss, bad) else ()
         bad = (*bad, *self.numerics.flagged()) if bad else ()
         means = done.metrics.means()
-        return _Verdict(done.loss, measured.norm, bad, done.nonfinite, means, overflow)
+        alarm = None if bad else self._guard.judge(done.loss, measured.norm, means)
+        return Verdict(
+            done.loss, measured.norm, bad, done.nonfinite, means, overflow, alarm, measured.norms
+        )
 
-    def _after_skip(self, row: dict[str, Any], data: _Data, verdict: _Verdict) -> None:
-        """Name the batch; give the run up after too many in a row."""
+    def _clipped(self, verdict: Verdict) -> dict[str, float]:
+        """Clip the gradients, the global limit first; columns of metrics.jsonl."""
+        factor = gradients.clip_to(self._trained, verdict.norm, self.settings.clip)
+        if self._clip is None:
+            return {}
+        left = {name: factor * norm for name, norm in verdict.norms.items()}
+        return self._clip.apply(self._trained, left)
+
+    def _after_skip(self, row: dict[str, Any], data: Taken, verdict: Verdict) -> None:
+        """Name the batch; go back, or give the run up, where skipping does not help."""
         if verdict.overflow:
             self._after_overflow(row, verdict.overflow)
             return
-        suspects = [data.micro_batches[i] for i in verdict.suspects] or data.micro_batches
-        origins = tuple(str(origin) for pack in suspects for origin in pack.origins)
-        row["origins"] = list(origins)
+        origins = verdict.origins(data)
+        row |= {"origins": list(origins)} | self._guard.columns(verdict.alarm)
         self._write(row)
-        in_a_row = self.progress.nonfinite_in_a_row
         self._emit(events.UpdateDone(strict(row)))
-        self._emit(
-            events.NonFinite(data.number, self.progress.update, verdict.bad, origins, in_a_row)
-        )
-        if verdict is not _KNOWN:
-            self._bad_attempts.add(data.number)
-        if in_a_row < self.settings.nonfinite_limit:
-            return
-        self._store.note_diverged(self._bad_attempts)
-        where = f"attempt {data.number} ({', '.join(origins[:5])})"
-        expected = (
-            f"a finite loss and gradient; {in_a_row} attempts in a row had none "
-            f"({', '.join(verdict.bad[:3])}). The checkpoint of update {self._store.saved_update} "
-            "stands; the same command goes on from it and passes these batches over"
-        )
-        raise Diverged(Problem(where, expected))
+        why = self._guard.after_skip(data.number, self.progress, verdict, origins)
+        if why:
+            self._guard.go_back(why, data.number, self.progress, self._batches, self._metrics)
+            self._noise.recall(self._metrics.path)
 
     def _after_overflow(self, row: dict[str, Any], names: tuple[str, ...]) -> None:
         """Nothing is wrong with the batch; where no smaller scale is left, the run ends."""
@@ -334,7 +324,6 @@ class Engine:
     def _after_update(self, row: dict[str, Any]) -> None:
         """Evaluation, the line of metrics.jsonl, checkpoint: in this order, so that a kill
         anywhere repeats the whole attempt."""
-        self._bad_attempts.clear()
         self._emit(events.UpdateDone(strict(row)))
         update, settings = self.progress.update, self.settings
         last = update >= settings.updates
@@ -345,6 +334,7 @@ class Engine:
             row |= {f"evaluation.{name}": value for name, value in values.items()} | gap
         self._write(row)
         self.numerics.stop_if_given_up()
+        self._guard.stop_if_decided()
         keep_best = is_best and settings.promote == "best"
         if keep_best or update % settings.checkpoint_interval == 0 or self._finished:
             self._save()

@@ -87,6 +87,50 @@ class NonFinite(Event):
 
 
 @dataclass(frozen=True)
+class UpdateUnusual(Event):
+    """The guard skipped an update: no weight changed. `why` names signal, value and limit."""
+
+    attempt: int
+    update: int
+    why: str
+    origins: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StepUnusual(Event):
+    """An update that was applied moved the weights unusually far."""
+
+    attempt: int
+    update: int
+    why: str
+
+
+@dataclass(frozen=True)
+class BatchPassedOver(Event):
+    """A batch of the quarantine: nothing was computed with it."""
+
+    attempt: int
+    update: int
+    why: str
+    origins: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WentBack(Event):
+    """The run returned from update `undone` to `reached`, and passes `attempts` over from now on.
+
+    number  of the return, from 1      origins  rows of those batches
+    """
+
+    undone: int
+    reached: int
+    number: int
+    attempts: tuple[int, ...]
+    origins: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True)
 class ScaleLowered(Event):
     """fp16: a scaled gradient overflowed; the update was skipped and the scale halved.
 

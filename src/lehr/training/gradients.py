@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,12 @@ class Measured:
 
     norm       L2 norm over all trained tensors, fp32; not finite where any gradient is not
     nonfinite  names of the tensors whose own norm is not finite
+    norms      of each tensor that has a gradient
     """
 
     norm: float
     nonfinite: tuple[str, ...]
+    norms: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
 def clear(trained: Mapping[str, Parameter]) -> None:
@@ -59,17 +61,19 @@ def measure(trained: Mapping[str, Parameter]) -> Measured:
         name for (name, _), value in zip(named, values, strict=True) if not math.isfinite(value)
     )
     # math.hypot scales, so that squares of large norms do not overflow.
-    return Measured(norm=math.hypot(*values), nonfinite=nonfinite)
+    norms_of = {name: value for (name, _), value in zip(named, values, strict=True)}
+    return Measured(norm=math.hypot(*values), nonfinite=nonfinite, norms=norms_of)
 
 
-def clip_to(trained: Mapping[str, Parameter], norm: float, limit: float | None) -> None:
-    """Scale all gradients so that their norm is min(norm, limit)."""
+def clip_to(trained: Mapping[str, Parameter], norm: float, limit: float | None) -> float:
+    """Scale all gradients so that their norm is min(norm, limit); returns the factor."""
     if limit is None or norm <= limit:
-        return
+        return 1.0
     factor = limit / norm
     for parameter in trained.values():
         if parameter.grad is not None:
             parameter.grad.mul_(factor)
+    return factor
 
 
 def _wide(gradient: Tensor) -> torch.dtype:

@@ -18,6 +18,8 @@ from lehr import ranks
 from lehr.objectives.base import Number
 from lehr.training.resources import disk_errors
 
+UNDONE = "undone.jsonl"
+
 
 class MetricSums:
     """Collects (sum, count) pairs without waiting for the device; reads them once.
@@ -131,6 +133,14 @@ class MetricsFile:
                 stream.truncate(end)
                 os.fsync(stream.fileno())
         return kept, len(lines) - kept
+
+    def keep_aside(self, attempt: int, rewind: int) -> None:
+        """Copy the lines past `attempt`, which a run that goes back will cut, to undone.jsonl."""
+        lines = self.path.read_bytes().splitlines() if self.path.exists() else []
+        rows = [json.loads(line) for line in lines if (_attempt_of(line) or 0) > attempt]
+        with disk_errors(self.path), self.path.with_name(UNDONE).open("a") as stream:
+            for row in rows:
+                stream.write(json.dumps({"rewind": rewind} | row) + "\n")
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one line. Raises OutOfResources where the disk is full."""

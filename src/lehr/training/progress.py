@@ -45,11 +45,11 @@ class Progress:
         self.supervised_tokens += supervised_tokens
         self.loss = loss
 
-    def passed_over(self, known: bool) -> None:
-        """The weights did not move; `known` attempts do not count against the limit."""
+    def passed_over(self, finite: bool) -> None:
+        """The weights did not move; `finite`: nothing counts against the non-finite limit."""
         self.attempt += 1
         self.skipped += 1
-        self.nonfinite_in_a_row = 0 if known else self.nonfinite_in_a_row + 1
+        self.nonfinite_in_a_row = 0 if finite else self.nonfinite_in_a_row + 1
 
     def overflowed(self) -> None:
         """The loss scale was too large: the weights did not move, and nothing is wrong."""

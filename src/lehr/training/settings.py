@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from lehr.errors import Problem
 from lehr.training.averaging import AverageSettings
 from lehr.training.batch_norm import BatchNormSettings
+from lehr.training.clipping import AdaptiveClipSettings
 from lehr.training.float8_recipe import Float8Settings
+from lehr.training.guard import GuardSettings
 from lehr.training.loss_scale import LossScaleSettings
 from lehr.training.optimizers import OptimizerSettings, optimizer_problems
 from lehr.training.precision import precision_problems
+from lehr.training.quarantine import Quarantined
 from lehr.training.schedules import Schedule, is_number, raise_problems, schedule_problems
 
 
@@ -23,6 +26,7 @@ class EngineSettings:
     ema               average of the weights beside them; None = none
     batch_norm        of a model that has batch norms
     clip              largest gradient norm (L2 over all trained tensors), None = no clipping
+    adaptive_clip     limits that follow the run, after `clip`; None = none
     precision         fp32 | bf16 | fp16 | fp8 | pure_bf16; a model with its own `compute_dtype`
                       has settled it already, any other module runs under autocast
     loss_scale        of fp16, which is refused without
@@ -36,7 +40,9 @@ class EngineSettings:
     checkpoints_kept  newest ones kept, besides the best
     early_stop        evaluations without improvement before the run stops; None = never
     promote           last | best: which weights the model holds when the run is done
-    nonfinite_limit   non-finite attempts in a row before the run is given up
+    nonfinite_limit   non-finite attempts in a row before the run goes back or is given up
+    guard             watches for unusual updates; None = only for values that are not finite
+    quarantine        batches that are passed over from the start
     stage             name written into each line of metrics.jsonl
     """
 
@@ -47,6 +53,7 @@ class EngineSettings:
     ema: AverageSettings | None = None
     batch_norm: BatchNormSettings = field(default_factory=BatchNormSettings)
     clip: float | None = 1.0
+    adaptive_clip: AdaptiveClipSettings | None = None
     precision: str = "fp32"
     loss_scale: LossScaleSettings | None = None
     fp8: Float8Settings | None = None
@@ -60,6 +67,8 @@ class EngineSettings:
     early_stop: int | None = None
     promote: str = "last"
     nonfinite_limit: int = 3
+    guard: GuardSettings | None = None
+    quarantine: tuple[Quarantined, ...] = ()
     stage: str = ""
 
     @property
@@ -111,6 +120,10 @@ class EngineSettings:
                 if asked
             ]
         problems += optimizer_problems(self.optimizer) + self.batch_norm.problems()
+        if self.adaptive_clip is not None:
+            problems += self.adaptive_clip.problems()
+        if self.guard is not None:
+            problems += self.guard.problems()
         if self.ema is not None:
             problems += self.ema.problems(self.updates)
         if _is_count(self.updates):

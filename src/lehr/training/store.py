@@ -5,7 +5,6 @@ Holds the promise of bit-exact resume, and withdraws it visibly where it cannot 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,10 +18,13 @@ from lehr.data.shapes import Pack
 from lehr.errors import LehrError, Problem
 from lehr.training import checkpoint, events
 from lehr.training.averaging import Average
+from lehr.training.clipping import AdaptiveClip
+from lehr.training.guard import Guard
 from lehr.training.metrics import MetricsFile
 from lehr.training.numerics import Numerics
 from lehr.training.progress import Progress
-from lehr.training.resources import disk_errors, require_disk
+from lehr.training.quarantine import Quarantine
+from lehr.training.resources import require_disk
 from lehr.training.settings import EngineSettings
 from lehr.training.state import (
     differences,
@@ -65,16 +67,25 @@ class Store:
         emit: Callable[[events.Event], None],
         average: Average | None = None,
         numerics: Numerics | None = None,
+        quarantine: Quarantine | None = None,
+        guard: Guard | None = None,
+        clip: AdaptiveClip | None = None,
     ) -> None:
         self.root = folder / "checkpoints"
         self.saved_update = 0
         self._key, self._settings, self._emit = key, settings, emit
         self._trained, self._buffers, self._optimizer = trained, buffers, optimizer
         self._average, self._numerics = average, numerics
+        self._quarantine = quarantine or Quarantine(folder, key)
+        self._guard, self._clip = guard, clip
         self._damaged: set[Path] = set()
 
-    def resume(self, progress: Progress, batches: Batches, metrics: MetricsFile) -> None:
-        """Go to the newest whole checkpoint, or to the start; cut metrics.jsonl to fit.
+    def resume(
+        self, progress: Progress, batches: Batches, metrics: MetricsFile, told: bool = True
+    ) -> None:
+        """Go to the newest usable checkpoint, or to the start; cut metrics.jsonl to fit.
+
+        told  False: within a run that goes back, which tells it in its own way
 
         Raises RecipeError where another run's checkpoints are in the way or a checkpoint
         holds a pickle, OutOfResources where the disk has no room for the new ones.
@@ -83,7 +94,11 @@ class Store:
         if ranks.is_main():
             checkpoint.clean(self.root)
         ranks.barrier()
-        found = checkpoint.newest(self.root, self._key)
+        found = checkpoint.newest(self.root, self._key, self._quarantine.left_out_by)
+        ranks.barrier()
+        if ranks.is_main():
+            for path in found.outdated:
+                checkpoint.remove(path)
         for skipped in found.skipped:
             self._emit(events.CheckpointSkipped(skipped.path, skipped.reason))
         self._damaged = {skipped.path for skipped in found.skipped if not skipped.foreign}
@@ -95,7 +110,7 @@ class Store:
         kept, removed = metrics.cut(progress.attempt) if ranks.is_main() else (0, 0)
         ranks.barrier()
         self._require_room(fresh=found.checkpoint is None)
-        if found.checkpoint is None:
+        if found.checkpoint is None or not told:
             return
         self._emit(events.ResumedFrom(progress.update, found.checkpoint.path, removed))
         reasons = self._reasons_for_doubt(found.checkpoint)
@@ -107,8 +122,19 @@ class Store:
 
     def save(self, progress: Progress, batches_state: Any) -> None:
         """Write a checkpoint unless this update has one, then delete the superseded ones."""
-        if progress.update == self.saved_update:
-            return
+        if progress.update != self.saved_update:
+            self._write(progress, batches_state)
+
+    def save_start(self, progress: Progress, batches_state: Any) -> None:
+        """A checkpoint from before the first update: what a run that goes back may need."""
+        if progress.attempt == 0 and not checkpoint.folder_of(self.root, 0).exists():
+            self._write(progress, batches_state)
+
+    def usable(self, quarantine: Quarantine) -> checkpoint.Checkpoint | None:
+        """The newest checkpoint that left out all batches of this record."""
+        return checkpoint.newest(self.root, self._key, quarantine.left_out_by).checkpoint
+
+    def _write(self, progress: Progress, batches_state: Any) -> None:
         path, removed = checkpoint.folder_of(self.root, progress.update), []
         if ranks.is_main():
             path = checkpoint.save(
@@ -140,29 +166,6 @@ class Store:
             raise LehrError(Problem(str(path), expected)) from error
         self._load_weights(found)
 
-    def known_bad(self) -> frozenset[int]:
-        """Attempts at which this run diverged before: they are passed over."""
-        try:
-            content = json.loads(self._diverged.read_text(encoding="utf-8"))
-            return frozenset(content["attempts"]) if content["key"] == self._key else frozenset()
-        except (OSError, ValueError, KeyError, TypeError):
-            return frozenset()
-
-    def note_diverged(self, attempts: set[int]) -> None:
-        """Remember attempts, so that the same command goes on past the bad batches."""
-        if not ranks.is_main():
-            return
-        content = {"key": self._key, "attempts": sorted(attempts | self.known_bad())}
-        with disk_errors(self.root):
-            self.root.mkdir(parents=True, exist_ok=True)
-            aside = self._diverged.with_suffix(".tmp")
-            aside.write_text(json.dumps(content), encoding="utf-8")
-            aside.replace(self._diverged)
-
-    @property
-    def _diverged(self) -> Path:
-        return self.root / "diverged.json"
-
     def _files(self) -> dict[str, dict[str, Tensor]]:
         weights: dict[str, Tensor] = {}
         weights |= {f"parameter.{name}": value for name, value in self._trained.items()}
@@ -184,6 +187,12 @@ class Store:
             state["average"] = {"count": self._average.count}
         if self._numerics is not None and (numerics := self._numerics.state()):
             state["numerics"] = numerics
+        if left_out := self._quarantine.upto(progress.attempt):
+            state["quarantined"] = left_out
+        if self._guard is not None:
+            state["guard"] = self._guard.state()
+        if self._clip is not None:
+            state["clip"] = self._clip.state()
         return state
 
     def _load(self, found: checkpoint.Checkpoint, progress: Progress, batches: Batches) -> None:
@@ -191,6 +200,10 @@ class Store:
         load_optimizer(self._optimizer, found.tensors("optimizer"))
         if self._numerics is not None:
             self._numerics.load(found.state.get("numerics", {}), str(found.path))
+        if self._guard is not None:
+            self._guard.load(found.state.get("guard", {}))
+        if self._clip is not None:
+            self._clip.load(found.state.get("clip", {}))
         progress.load(found.state["progress"])
         batches.load(found.state["batches"])
         self.saved_update = progress.update

@@ -1,0 +1,42 @@
+"""Sections of a stage that keep its training stable: clipping that follows the run, the guard."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from lehr.recipe.fields import BelowOne, Count, Number, Rows, Section, Text, as_nothing
+
+
+class AdaptiveClip(Section):
+    """Limits on the gradient that follow the run, after `clip`."""
+
+    kind: Literal["tensor", "z_score"] = Field(
+        description="each tensor by its own average, or the whole by its mean and spread"
+    )
+    limit: Annotated[Number | None, Field(ge=1), BeforeValidator(as_nothing)] = Field(
+        default=None, description="of tensor: factor on the average, 1.05; of z_score: spreads, 2.5"
+    )
+    decay: Annotated[BelowOne | None, BeforeValidator(as_nothing)] = Field(
+        default=None, description="of the averages; 0.98 of tensor, 0.97 of z_score"
+    )
+    warmup: Annotated[Count | None, Field(ge=2), BeforeValidator(as_nothing)] = Field(
+        default=None, description="updates that are only watched; 100 of tensor, 25 of z_score"
+    )
+
+
+class Guarding(Section):
+    """What is done about an unusual update: one far outside of what its run has shown so far."""
+
+    policy: Literal["rewind", "skip", "stop", "off"] = Field(
+        default="rewind", description="skip it and go back where that does not help; skip; stop"
+    )
+    limit: Number = Field(default=8.0, ge=1, description="spreads above the median that are usual")
+    window: Annotated[Count, Field(ge=32)] = Field(
+        default=128, description="accepted updates that a new one is compared with"
+    )
+    rewinds: Rows = Field(default=3, description="how often a stage may go back; then it stops")
+    quarantine: Annotated[Text | None, BeforeValidator(as_nothing)] = Field(
+        default=None, description="a record of batches to leave out: quarantine.jsonl of a run"
+    )
