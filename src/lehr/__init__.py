@@ -21,6 +21,7 @@ from lehr.errors import (
 )
 
 if TYPE_CHECKING:
+    from lehr.diagnosis.doctor import doctor
     from lehr.pipeline.auditing import audit
     from lehr.pipeline.comparing import evaluate
     from lehr.pipeline.plan import plan
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "audit": "lehr.pipeline.auditing",
+    "doctor": "lehr.diagnosis.doctor",
     "evaluate": "lehr.pipeline.comparing",
     "load_recipe": "lehr.recipe.loading",
     "plan": "lehr.pipeline.plan",
@@ -44,6 +46,7 @@ __all__ = [
     "Problem",
     "RecipeError",
     "audit",
+    "doctor",
     "evaluate",
     "load_recipe",
     "plan",

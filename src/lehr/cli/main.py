@@ -174,6 +174,31 @@ def explain(
 
 
 @app.command()
+def doctor(
+    curve: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_FILE", help="A run, a log, a CSV; - for stdin.")
+    ],
+    loss: Annotated[str | None, typer.Option("--loss", help="Column that is the loss.")] = None,
+    vocabulary: Annotated[
+        int | None,
+        typer.Option("--vocabulary", help="Tokens: the loss of guessing is ln V.", min=2),
+    ] = None,
+    accumulation: Annotated[
+        int | None, typer.Option("--accumulation", help="Micro-batches of an update.", min=1)
+    ] = None,
+    unigram: Annotated[
+        float | None, typer.Option("--unigram-entropy", help="Of the targets, in nats.", min=0)
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """What is wrong with this curve: findings, causes, the test that decides, the remedy."""
+    from lehr.cli.doctor import doctor_verb
+
+    known = {"vocabulary": vocabulary, "accumulation": accumulation, "unigram_entropy": unigram}
+    return doctor_verb(curve, loss, known, as_json=as_json)
+
+
+@app.command()
 def fetch(
     name: Annotated[str | None, typer.Argument(help="Without one: the list.")] = None,
     as_json: Json = False,
@@ -210,7 +235,6 @@ def _later(verb: str, what: str) -> None:
     )(command)
 
 
-_later("doctor", "The doctor of curves and machines")
 _later("serve", "The OpenAI-compatible endpoint")
 _later("lab", "The lab of experiments")
 

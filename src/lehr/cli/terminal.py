@@ -73,6 +73,7 @@ class Terminal:
         self.rates: deque[tuple[float, float]] = deque(maxlen=20)
         self.printed_tenths = 0
         self.updates = 0
+        self.suspected = ""  # what the doctor said of this stage last
         self.started = time.monotonic()
         self.draw: dict[str, Callable[[Event], None]] = {
             "run_started": self._run_started,
@@ -82,6 +83,7 @@ class Terminal:
             "mask": self._mask,
             "finding": self._warning,
             "displacement": self._warning,
+            "doctor": self._doctor,
             "stage_started": self._stage_started,
             "update": self._update,
             "showcase": self._showcase,
@@ -164,12 +166,17 @@ class Terminal:
     def _warning(self, event: Event) -> None:
         self.console.print(Text("  " + event.text, style="yellow"))
 
+    def _doctor(self, event: Event) -> None:
+        self.suspected = event.data["finding"]["title"]
+        self._warning(event)
+
     # -- a stage --------------------------------------------------------------
 
     def _stage_started(self, event: Event) -> None:
         self.losses.clear()
         self.rates.clear()
         self.printed_tenths = 0
+        self.suspected = ""
         self.updates = event.data["updates"]
         self.console.print()
         self.console.print(Text(event.text, style="bold"))
@@ -207,6 +214,8 @@ class Terminal:
     def _health(self, row: dict[str, Any]) -> tuple[str, str]:
         if row.get("skipped"):
             return f"update skipped: {_why_skipped(row)}", "red"
+        if self.suspected and self.losses:
+            return f"doctor: {self.suspected}, loss {self.losses[-1]:.2f}", "yellow"
         if len(self.losses) < 8:
             return f"loss {self.losses[-1]:.2f}" if self.losses else "starting", ""
         half = len(self.losses) // 2

@@ -19,6 +19,7 @@ from lehr.evaluation.default_gates import PlannedGate
 from lehr.models.language_model import LanguageModel
 from lehr.objectives.base import Objective
 from lehr.pipeline import observing
+from lehr.pipeline.doctoring import LiveDoctor, context_of
 from lehr.pipeline.events import Events
 from lehr.pipeline.files import (
     link_weights,
@@ -235,6 +236,7 @@ def train_stage(
         return {"loss": loss}
 
     model.recompute(planned.recompute.keeps)
+    live = LiveDoctor(events, context_of(planned, model.vocabulary_size, folder), folder)
     context = stage_context(
         planned,
         key=key,
@@ -244,11 +246,13 @@ def train_stage(
         precision=model.precision,
         parent=reference,
         parent_key=parent.key,
-        observers=(observing.watch(events),),
+        observers=(observing.watch(events), live),
         evaluate=evaluate if heldout else None,
     )
     context.drive = drive
     STAGES[stage.kind](context)
+    if drive is None:
+        live.conclude()
     model.recompute("none")
     model.eval()
     return model, reference, tuned

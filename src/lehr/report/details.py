@@ -89,6 +89,18 @@ class SourceRow:
 
 
 @dataclass(frozen=True)
+class Complaint:
+    """A finding of the doctor."""
+
+    title: str
+    sure: str
+    seen: str
+    causes: list[str]
+    test: str
+    fix: str
+
+
+@dataclass(frozen=True)
 class StageDetails:
     """One stage below the first screen."""
 
@@ -111,6 +123,7 @@ class StageDetails:
     findings: list[tuple[str, str, str]]
     mask: list[tuple[str, str]]
     mask_caption: str
+    doctor: list[Complaint]
 
 
 def stage_details(stage: StageFiles) -> StageDetails:
@@ -143,6 +156,19 @@ def stage_details(stage: StageFiles) -> StageDetails:
         ],
         mask=_mask(stage.audit),
         mask_caption=_mask_caption(stage.audit),
+        doctor=[_complaint(one) for one in objects(stage.doctor.get("findings"))],
+    )
+
+
+def _complaint(finding: Mapping[str, Any]) -> Complaint:
+    sure = number(finding.get("confidence"))
+    return Complaint(
+        title=text(finding.get("title") or finding.get("name")),
+        sure="" if sure is None else f"{sure:.0%} sure",
+        seen=f"{text(finding.get('where'))}: {text(finding.get('seen'))}",
+        causes=[text(cause) for cause in items(finding.get("causes"))],
+        test=text(finding.get("decisive_test")),
+        fix=text(mapping(finding.get("fix")).get("do")),
     )
 
 

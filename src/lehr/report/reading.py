@@ -70,6 +70,7 @@ class StageFiles:
     evaluation: Mapping[str, Any]
     flips: list[Mapping[str, Any]]
     metrics: list[Mapping[str, Any]]
+    doctor: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -186,6 +187,7 @@ def _stage(
         evaluation=_object(place / "evaluation.json", folder, missing, required=bool(entry)),
         flips=list(_lines(place / "flips.jsonl", folder, missing, required=False)),
         metrics=list(_lines(place / "metrics.jsonl", folder, missing, required=bool(entry))),
+        doctor=_object(place / "doctor.json", folder, missing, required=False),
     )
 
 

@@ -1,0 +1,93 @@
+"""The doctor beside a run: silent on a healthy stage, and names a sick one while it trains."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from tests.pipeline.small import go, lora_recipe, read, write_recipe
+
+from lehr.diagnosis.doctor_signs import Context
+from lehr.pipeline.doctoring import LiveDoctor, examine
+from lehr.pipeline.events import Events
+from lehr.training import events as engine
+
+
+def heard_of(rows: list[dict], folder: Path, updates: int, context: Context | None = None):
+    heard = []
+    events = Events(None, [heard.append])
+    live = LiveDoctor(events, context or Context(vocabulary=128), folder)
+    live(engine.RunStarted(0, 0, updates))
+    told_at = []
+    for row in rows:
+        live(engine.UpdateDone(row))
+        if "evaluation.loss" in row:
+            live(engine.Evaluated(row["update"], {"loss": row["evaluation.loss"]}, False))
+        told_at += [row["update"]] * (len(heard) - len(told_at))
+    return live, heard, told_at
+
+
+def test_a_flat_stage_is_named_long_before_its_end(tmp_path):
+    rows = [{"update": i, "loss": math.log(128), "learning_rate": 0.0} for i in range(1, 401)]
+    live, heard, told_at = heard_of(rows, tmp_path, 400)
+    assert [one.kind for one in heard] == ["doctor"]
+    assert heard[0].data["finding"]["name"] == "flat_at_chance"
+    assert told_at[0] <= 100
+    live.conclude()
+    assert len(heard) == 1, "what was told is not told again"
+    assert read(tmp_path / "doctor.json")["findings"][0]["name"] == "flat_at_chance"
+
+
+def test_a_healthy_stage_is_not_talked_about(tmp_path):
+    rows = [
+        {"update": i, "loss": 2 + 2.8 * math.exp(-i / 40) + 0.03 * math.sin(37.0 * i)}
+        for i in range(1, 401)
+    ]
+    live, heard, _ = heard_of(rows, tmp_path, 400)
+    assert live.conclude().healthy and heard == []
+    assert read(tmp_path / "doctor.json")["healthy"] is True
+
+
+def test_the_status_line_does_not_say_healthy_of_what_the_doctor_found():
+    import io
+
+    from lehr.cli.terminal import Terminal
+    from lehr.pipeline.events import Event
+
+    said = io.StringIO()
+    drawn = Terminal(said)
+    drawn(Event("stage_started", "one", data={"updates": 40}))
+    finding = {"title": "flat at the loss of guessing"}
+    for update in range(1, 41):
+        row = {"update": update, "loss": 4.85, "tokens": 10, "seconds": 0.1}
+        if update == 10:
+            drawn(Event("doctor", "doctor: flat", data={"finding": finding}))
+        drawn(Event("update", data=row))
+    lines = said.getvalue().splitlines()
+    after = lines[next(i for i, line in enumerate(lines) if "doctor: flat" in line) + 1 :]
+    assert after and not any("healthy" in line for line in after)
+
+
+def test_a_run_leaves_a_diagnosis_and_its_context(tmp_path, saved_base):
+    import shutil
+
+    from tests.pipeline.small import write_data
+
+    shutil.copytree(saved_base, tmp_path / "base")
+    write_data(tmp_path)
+    recipe = lora_recipe()
+    recipe["stages"] = recipe["stages"][:1]
+    recipe["stages"][0]["sft"] |= {"learning_rate": 1e-12, "max_updates": 30}
+    recipe["gates"] = {"undetermined": "promote"}
+    _, folder, heard = go(write_recipe(tmp_path, recipe))
+    record = json.loads((folder / "01-sft" / "doctor.json").read_text())
+    assert record["findings"][0]["name"].startswith("flat")
+    assert record["context"]["vocabulary"] > 100 and record["context"]["unigram_entropy"] > 0
+    assert [one.data["finding"]["name"] for one in heard.of("doctor")] == [
+        one["name"] for one in record["findings"]
+    ]
+    again = examine(folder)
+    assert [one.name for one in again.findings] == [one["name"] for one in record["findings"]]
+    report = (folder / "report.html").read_text()
+    assert record["findings"][0]["decisive_test"][:30] in report
