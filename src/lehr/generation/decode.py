@@ -92,7 +92,8 @@ def generate(
                    top_p and min_p (see Sampling)
     row_seeds      what names a prompt's random numbers beside `seed` (default: its index)
     stop_strings   end an answer where its text, by `decode`, holds one of them
-    batch_size     sequences decoded together (default 32); changes speed and memory only
+    batch_size     sequences decoded together (default 32); in fp32 it changes no answer, in bf16
+                   it may move last bits, and a rare answer with them
     through        auto; network: its own forward pass; lean: refused where it is not exact
     merge_adapter  add the adapter to a copy of the weights: faster by a few percent, and in
                    bf16 another model by the rounding of that sum
