@@ -37,6 +37,10 @@ _PAIR = re.compile(
     r"([-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf|NaN|Infinity))"
     r"(?![\w.])"
 )
+# `train loss 2.1`, `loss train: 2.1`: two words that are one name.
+_TWO_WORDS = re.compile(
+    r"\b(?:(train|val|valid|eval|test) loss|loss (train|val|valid|eval|test))\b"
+)
 _BARE = re.compile(r"[\s,;\[\]()|]+")
 
 
@@ -247,7 +251,8 @@ def _clock(columns: Mapping[str, Any], lower: Mapping[str, str]) -> dict[str, An
 def _log_lines(text: str) -> list[dict[str, Any]]:
     """Rows of a log: printed dictionaries, or `name: number` pairs."""
     rows: list[dict[str, Any]] = []
-    for line in text.split("\n"):
+    for plain in text.split("\n"):
+        line = _TWO_WORDS.sub(lambda found: f"{found[1] or found[2]}_loss", plain)
         row = _printed(line) or {
             name: float(number.replace(",", "").rstrip(".")) for name, number in _PAIR.findall(line)
         }
