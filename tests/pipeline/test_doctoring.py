@@ -91,3 +91,19 @@ def test_a_run_leaves_a_diagnosis_and_its_context(tmp_path, saved_base):
     assert [one.name for one in again.findings] == [one["name"] for one in record["findings"]]
     report = (folder / "report.html").read_text()
     assert record["findings"][0]["decisive_test"][:30] in report
+
+
+def test_what_lehr_rules_out_is_not_said_of_its_stages(tmp_path):
+    """A tiny model learns a small world by heart: to another tool's curve this is a leak."""
+    rows = [
+        {"update": i, "loss": 0.02 + 4.5 * math.exp(-i / 30), "learning_rate": 1e-3}
+        for i in range(1, 401)
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    foreign = examine(path, context=Context(vocabulary=128))
+    assert [one.name for one in foreign.findings] == ["too_low_too_soon"]
+    live, heard, _ = heard_of(rows, tmp_path, 400)
+    assert live.conclude().healthy
+    assert not heard
+    assert examine(path).healthy
