@@ -58,20 +58,29 @@ def test_a_warmup_of_1e3_is_a_thousand_updates(tmp_path):
 @pytest.mark.parametrize(
     "keys, expected",
     [
-        ("learning_rate: 1e-5x", "learning_rate: a number, at least 0 (found '1e-5x')"),
-        ('learning_rate: "false"', "learning_rate: a number, at least 0 (found 'false')"),
-        ("learning_rate: true", "learning_rate: a number, at least 0 (found True)"),
-        ("max_updates: true", "max_updates: a whole number, at least 1 or none (found True)"),
-        ("learning_rate: .inf", "learning_rate: a number, at least 0 (found inf)"),
-        ("learning_rate: -.inf", "learning_rate: a number, at least 0 (found -inf)"),
-        ("learning_rate: .nan", "learning_rate: a number, at least 0 (found nan)"),
-        ('learning_rate: "inf"', "learning_rate: a number, at least 0 (found 'inf')"),
-        ('learning_rate: "nan"', "learning_rate: a number, at least 0 (found 'nan')"),
-        ("learning_rate: -1e-5", "learning_rate: a number, at least 0 (found -1e-05)"),
-        ("schedule: {warmup: 1.5}", "schedule.warmup: a share below 1, or a whole number of"),
-        ("max_updates: 1.5", "max_updates: a whole number, at least 1 or none (found 1.5)"),
+        ("learning_rate: 1e-5x", "learning_rate: expected a number, at least 0 (found '1e-5x')"),
+        ('learning_rate: "false"', "learning_rate: expected a number, at least 0 (found 'false')"),
+        ("learning_rate: true", "learning_rate: expected a number, at least 0 (found True)"),
+        (
+            "max_updates: true",
+            "max_updates: expected a whole number, at least 1 or none (found True)",
+        ),
+        ("learning_rate: .inf", "learning_rate: expected a number, at least 0 (found inf)"),
+        ("learning_rate: -.inf", "learning_rate: expected a number, at least 0 (found -inf)"),
+        ("learning_rate: .nan", "learning_rate: expected a number, at least 0 (found nan)"),
+        ('learning_rate: "inf"', "learning_rate: expected a number, at least 0 (found 'inf')"),
+        ('learning_rate: "nan"', "learning_rate: expected a number, at least 0 (found 'nan')"),
+        ("learning_rate: -1e-5", "learning_rate: expected a number, at least 0 (found -1e-05)"),
+        (
+            "schedule: {warmup: 1.5}",
+            "schedule.warmup: expected a share below 1, or a whole number of",
+        ),
+        (
+            "max_updates: 1.5",
+            "max_updates: expected a whole number, at least 1 or none (found 1.5)",
+        ),
         ("name: true", "quote it to make it text (found True)"),
-        ("packing: 3", "packing: true or false (found 3)"),
+        ("packing: 3", "packing: expected true or false (found 3)"),
     ],
 )
 def test_what_is_no_number_is_refused_with_its_place(tmp_path, keys, expected):

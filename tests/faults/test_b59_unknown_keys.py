@@ -77,5 +77,5 @@ def test_keys_without_effect_are_said(tmp_path):
 
 
 def test_bad_yaml_gives_line_and_column(tmp_path):
-    with pytest.raises(RecipeError, match=r"^r\.yaml:3:1: readable YAML"):
+    with pytest.raises(RecipeError, match=r"^r\.yaml:3:1: expected readable YAML"):
         loads("model: m\nstages: [sft: {data: a}\nseed: 1", tmp_path, name="r.yaml")

@@ -109,7 +109,7 @@ def test_order_of_sequences_and_identical_pairs():
 def test_what_is_no_pair_is_refused_by_name():
     pack = pair_pack(PAIRS)
     broken = dataclasses.replace(pack, sequence_example=torch.tensor([0, 0, 1, 2, 2, 2]))
-    with pytest.raises(RecipeError, match=r"rows\.jsonl:2: two answers"):
+    with pytest.raises(RecipeError, match=r"rows\.jsonl:2: expected two answers"):
         pair_sequences(broken)
 
 

@@ -187,8 +187,8 @@ def test_ranks_are_micro_batches_of_one_update(tmp_path):
 
 
 def test_one_micro_batch_is_refused_with_the_remedy(tmp_path):
-    with pytest.raises(RecipeError, match="noise_scale_every: two micro-batches"):
+    with pytest.raises(RecipeError, match="noise_scale_every: expected two micro-batches"):
         run(tmp_path, micro_batch=6, noise_scale_every=1)
-    with pytest.raises(RecipeError, match="noise_scale_every: none with fp16") as caught:
+    with pytest.raises(RecipeError, match="noise_scale_every: expected none with fp16") as caught:
         run(tmp_path / "half", noise_scale_every=1, precision="fp16")
     assert not (tmp_path / "half").exists() and caught.value.problems
