@@ -37,13 +37,17 @@ def test_unbiased_pairs_averaged_before_the_division_find_the_truth() -> None:
 
 
 def test_the_mean_of_ratios_is_the_fault_that_this_guards_against() -> None:
-    """Dividing each update by itself is biased; the estimate must not equal it."""
+    """Dividing each update by itself is biased; the estimate must not equal it.
+
+    The mean of 1 / x exceeds 1 / mean by about its variance, here 0.06 of the square: +6 %
+    at least, which no number of updates averages away.
+    """
     pairs = _pairs(3000)
     ratios = float(np.mean([one.noise / one.signal for one in pairs]))
     found = noise_scale(pairs)
     assert found is not None
-    assert ratios > TRUTH * 1.1, "the fault shows on these draws"
-    assert found.scale < TRUTH * 1.05
+    assert ratios > TRUTH * 1.06, "the fault shows on these draws"
+    assert found.scale < TRUTH * 1.03
 
 
 def test_the_signal_is_not_the_biased_square() -> None:

@@ -61,7 +61,9 @@ def export_promoted(
     """Write each export of the promoted state and check it; (entries, first gap or "")."""
     # A stage that trains all weights leaves no adapter to export.
     asked = list(kinds or recipe.export)
-    wanted = asked if kinds or state.kind == "adapter" else ["merged" for _ in asked[:1]]
+    if not kinds and state.kind != "adapter":
+        asked = ["merged" if kind == "adapter" else kind for kind in asked]
+    wanted = list(dict.fromkeys(asked))
     check_kinds(wanted, state)
     entries: list[dict[str, Any]] = []
     missing = []

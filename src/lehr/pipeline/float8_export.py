@@ -118,7 +118,12 @@ def chosen_layers(network: nn.Module) -> list[str]:
     Raises RecipeError where it leaves none (a model of one or two blocks).
     """
     linear = {name: one for name, one in network.named_modules() if isinstance(one, nn.Linear)}
-    choices = select(network, Float8Settings(), linear)
+    try:
+        choices = select(network, Float8Settings(), linear)
+    except RecipeError as error:  # its words are those of a stage that trains in FP8
+        expected = "a model of three blocks or more whose layers have 64 features or more"
+        found = f"no layer for E4M3 in {type(network).__name__}"
+        raise RecipeError(Problem("export fp8", expected, found)) from error
     return [choice.name for choice in choices if choice.converted]
 
 
