@@ -1,7 +1,7 @@
 """An export in FP8 for serving: E4M3 weights, measured like a stage and refused like one.
 
-Layout: that of compressed-tensors ("float-quantized", weights only), which transformers and vLLM
-read where that package is installed. A layer `x` in E4M3 has
+Layout: that of compressed-tensors ("float-quantized", weights only), which transformers reads
+where that package is installed (0.20.1: the same logits as `read`). A layer `x` in E4M3 has
 
     x.weight        float8_e4m3fn [out, in]
     x.weight_scale  bf16 [out, 1]: weight = codes x scale, one scale an output channel
