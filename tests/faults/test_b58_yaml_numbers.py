@@ -65,11 +65,20 @@ def test_a_warmup_of_1e3_is_a_thousand_updates(tmp_path):
             "max_updates: true",
             "max_updates: expected a whole number, at least 1 or none (found True)",
         ),
-        ("learning_rate: .inf", "learning_rate: expected a number, at least 0 (found inf)"),
-        ("learning_rate: -.inf", "learning_rate: expected a number, at least 0 (found -inf)"),
-        ("learning_rate: .nan", "learning_rate: expected a number, at least 0 (found nan)"),
-        ('learning_rate: "inf"', "learning_rate: expected a number, at least 0 (found 'inf')"),
-        ('learning_rate: "nan"', "learning_rate: expected a number, at least 0 (found 'nan')"),
+        ("learning_rate: .inf", "learning_rate: expected a finite number, at least 0 (found inf)"),
+        (
+            "learning_rate: -.inf",
+            "learning_rate: expected a finite number, at least 0 (found -inf)",
+        ),
+        ("learning_rate: .nan", "learning_rate: expected a finite number, at least 0 (found nan)"),
+        (
+            'learning_rate: "inf"',
+            "learning_rate: expected a finite number, at least 0 (found 'inf')",
+        ),
+        (
+            'learning_rate: "nan"',
+            "learning_rate: expected a finite number, at least 0 (found 'nan')",
+        ),
         ("learning_rate: -1e-5", "learning_rate: expected a number, at least 0 (found -1e-05)"),
         (
             "schedule: {warmup: 1.5}",

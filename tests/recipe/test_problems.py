@@ -16,8 +16,8 @@ def only(problems):
 CASES = {
     # numbers
     "learning_rate: -1e-4": "learning_rate: a number, at least 0 (found -0.0001)",
-    "learning_rate: .inf": "learning_rate: a number, at least 0 (found inf)",
-    "learning_rate: .nan": "learning_rate: a number, at least 0 (found nan)",
+    "learning_rate: .inf": "learning_rate: a finite number, at least 0 (found inf)",
+    "learning_rate: .nan": "learning_rate: a finite number, at least 0 (found nan)",
     'learning_rate: "false"': "learning_rate: a number, at least 0 (found 'false')",
     "learning_rate: false": "learning_rate: a number, at least 0 (found False)",
     "learning_rate: true": "(found True)",

@@ -138,7 +138,9 @@ def evaluate(
 @app.command()
 def export(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
-    to: Annotated[str, typer.Option("--to", help="adapter,merged (gguf comes later)")] = "merged",
+    to: Annotated[
+        str, typer.Option("--to", help="adapter,merged,fp8; gguf comes later")
+    ] = "merged",
     as_json: Json = False,
 ) -> int:
     """Write the promoted model for other tools, with a parity check."""

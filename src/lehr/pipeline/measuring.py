@@ -47,11 +47,17 @@ def record_run(ledger: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
 
 
 def _exports(exports: Sequence[Mapping[str, Any]], run: str) -> dict[str, str]:
+    found: dict[str, str] = {}
     for entry in exports:
         parity = entry["parity"]
-        text = (
-            f"{entry['kind']}: largest gap {parity['gap']:.1e} nats, KL {parity['kl']:.1e} nats "
-            f"a token over {parity['positions']} positions ({run})"
-        )
-        return {"export": text}
-    return {}
+        if entry["kind"] == "fp8":  # has a page and a number of its own
+            found["float8"] = (
+                f"E4M3 export: loss {parity['loss']:+.4f} nats/token, KL {parity['kl']:.4f} over "
+                f"{parity['positions']} positions ({run})"
+            )
+        elif "export" not in found:
+            found["export"] = (
+                f"{entry['kind']}: largest gap {parity['gap']:.1e} nats, KL {parity['kl']:.1e} "
+                f"nats a token over {parity['positions']} positions ({run})"
+            )
+    return found

@@ -23,6 +23,7 @@ from lehr.pipeline.admission import admit
 from lehr.pipeline.events import Events
 from lehr.pipeline.files import read_json, write_json
 from lehr.pipeline.fitting import batch_finding, position_problems, target_problems
+from lehr.pipeline.float8_export import chosen_layers
 from lehr.pipeline.guarding import quarantine_of
 from lehr.pipeline.keys import base_key
 from lehr.pipeline.precision import require_precision
@@ -87,6 +88,8 @@ def prepare(
         require_template(model)
     bench.name_base(base_key(recipe, fingerprint, bench.encoder.fingerprint, precision["value"]))
     float8 = require_precision(recipe, model, precision["value"])
+    if "fp8" in recipe.export:  # refused now, not after the training
+        chosen_layers(model.network)
     stages, encoded = _stages(recipe, sources, bench, folder)
     unknown = target_problems(recipe, stages, model.network)
     if unknown:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lehr.errors import LehrError, Problem, RecipeError
+from lehr.pipeline import float8_export
 from lehr.pipeline.events import Events, Listener
-from lehr.pipeline.exporting import parity_of, parity_texts
+from lehr.pipeline.exporting import FLOAT8_TEXTS, parity_of, parity_texts
 from lehr.pipeline.files import differing, read_json
 from lehr.pipeline.folder import claimed
 from lehr.pipeline.ledger import Ledger
@@ -135,7 +136,11 @@ def _exports(folder: Path, ledger: Ledger, prepared: Any) -> tuple[bool, str]:
     model = bench.in_fp32(promoted_state(folder, ledger))
     trained = trained_side(model, bench.encoder, *parity_texts(prepared.sources, bench.encoder))
     for entry in entries:
-        problem = parity_of(folder / entry["path"], entry["kind"], trained, bench).problem
+        if entry["kind"] == "fp8":
+            texts, _ = parity_texts(prepared.sources, bench.encoder, FLOAT8_TEXTS)
+            problem = float8_export.measure(model, folder / entry["path"], texts).problem
+        else:
+            problem = parity_of(folder / entry["path"], entry["kind"], trained, bench).problem
         if problem:
             return False, f"{entry['kind']}: {problem}"
     return True, f"{', '.join(one['kind'] for one in entries)}: files and parity agree"

@@ -455,7 +455,7 @@ class Recipe(Section):
     suites: Annotated[list[Text], BeforeValidator(as_list)] = Field(
         default=[], description="measured without gating"
     )
-    export: Annotated[list[Literal["adapter", "merged"]], BeforeValidator(as_list)] = Field(
+    export: Annotated[list[Literal["adapter", "merged", "fp8"]], BeforeValidator(as_list)] = Field(
         default=[], description="adapter where one is trained, else merged, where not given"
     )
     show: Annotated[list[Text], BeforeValidator(as_list)] = Field(

@@ -104,6 +104,8 @@ def _report(document: Document, keys: Keys, model: type[Section], item: dict[str
         return
     if kind == "expected":
         expected = str(item["msg"])
+    if kind == "finite_number":  # infinity is a number: say what is wrong with it
+        expected = expected.replace("a number", "a finite number")
     whole = document.get(path) if document.get(path) is not None else value
     expected += _hint(document, path, kind, schema, definitions, whole)
     document.problem(path, expected, _short(whole))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lehr.report.reading import RunFiles, mapping, number, objects, text
+from lehr.report.reading import RunFiles, items, mapping, number, objects, text
 from lehr.report.wording import plain
 
 
@@ -38,7 +38,10 @@ def export_words(export: Mapping[str, object]) -> str:
     if not parity:
         return ""
     if text(parity.get("problem")):
-        return f"NOT what was trained: {text(parity['problem'])}"
+        worse = "worse than" if export.get("kind") == "fp8" else "NOT"
+        return f"{worse} what was trained: {text(parity['problem'])}"
+    if export.get("kind") == "fp8":
+        return _float8_words(parity)
     gap = number(parity.get("gap"))
     if parity.get("cast"):
         kl = number(parity.get("kl")) or 0.0
@@ -50,6 +53,16 @@ def export_words(export: Mapping[str, object]) -> str:
     if refused:
         said += f"; it is in fp32, because in the base's dtype it would be off ({refused})"
     return said
+
+
+def _float8_words(parity: Mapping[str, object]) -> str:
+    low, high = (plain(one, 4) for one in (*items(parity.get("loss_interval")), None, None)[:2])
+    positions = number(parity.get("positions")) or 0.0
+    share = (number(parity.get("flips")) or 0.0) / max(1.0, positions)
+    said = f"E4M3 weights in {plain(parity.get('layers'), 0)} layers"
+    said += f": loss {plain(parity.get('loss'), 4)} nats a token [{low}, {high}]"
+    said += f", KL {plain(parity.get('kl'), 4)}, {share:.1%} of clear first choices changed"
+    return said + f" on {plain(positions, 0)} tokens"
 
 
 def _value(value: object) -> str:
