@@ -4,9 +4,11 @@
     python -m benchmarks.doctor fit --curves FOLDER     # strengths, to set limits by
     python -m benchmarks.doctor score --curves FOLDER   # the tables of docs/doctor.md
 
-Limits are set on the part `fit` (AdamW, widths 16 and 32); the part `test` has other seeds, other
-sizes and other optimizers (SGD with momentum, Lion). Curves lie on disk, so that limits can be set
-again without training again. All of it takes about ten minutes of one core.
+Limits are set on the parts `fit` (AdamW, widths 16 and 32) and `slow` (the same, at other rates);
+the part `test` has other seeds, other sizes and other optimizers (SGD with momentum, Lion), and
+`fresh` is `test` with seeds that were not looked at before the limits were fixed. Curves lie on
+disk, so that limits can be set again without training again. All of it takes about twenty minutes
+of one core.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +32,13 @@ from lehr.diagnosis.doctor import Diagnosis, diagnose, ranked
 from lehr.diagnosis.doctor_curve import curve_of_columns
 from lehr.diagnosis.doctor_signs import Context, Look
 
-RUNS = {"fit": 6, "test": 10}
+RUNS = {"fit": 6, "slow": 6, "test": 10, "fresh": 10}
+SEEDS_FROM = {"fit": 0, "slow": 250_000, "test": 500_000, "fresh": 750_000}
 BASES = {
     "fit": (Setup(width=16, optimizer="adamw"), Setup(width=32, optimizer="adam95")),
     "test": (Setup(width=24, optimizer="sgd"), Setup(width=48, layers=1, optimizer="lion")),
 }
+BASES["fresh"] = BASES["test"]
 # Which name of the doctor is right for a fault; several where the curve shows one of several.
 RIGHT: dict[str, tuple[str, ...]] = {
     "lr_zero": ("flat_at_chance",),
@@ -99,8 +105,26 @@ class Curve:
     context: dict[str, Any]
 
 
+def slow_setups() -> Iterator[Setup]:
+    """Runs that learn little or late: adapters and faults at a share of the usual rate."""
+    for base in BASES["fit"]:
+        for speed in (0.03, 0.1, 0.3):
+            yield replace(base, kind="lora", speed=speed)
+            yield replace(base, kind="lora", speed=speed, schedule="constant", batch=16)
+        for speed in (0.1, 0.3):
+            for fault in ("tiny_data", "unshifted_labels", "spike_stays", "bad_resume"):
+                yield fault_setup(fault, replace(base, speed=speed))
+        for fault in ("lr_ramp", "no_zero_grad"):
+            yield fault_setup(fault, replace(base, speed=3.0))
+        yield replace(base, kind="lora", speed=0.3, fault="stale_eval")
+
+
 def groups(part: str) -> Iterator[tuple[str, Setup]]:
     """(file name, setup) of every group of a part."""
+    if part == "slow":
+        for number, setup in enumerate(slow_setups()):
+            yield f"slow-{setup.fault or 'healthy'}-{number}", setup
+        return
     for number, base in enumerate(BASES[part]):
         for fault in FAULTS:
             yield f"{part}-{fault}-{number}", fault_setup(fault, base)
@@ -108,27 +132,27 @@ def groups(part: str) -> Iterator[tuple[str, Setup]]:
         yield f"{part}-healthy-{number}", setup
 
 
-def make_curves(folder: Path, part_wanted: str, seconds: float, backwards: bool) -> bool:
+def make_curves(
+    folder: Path, part_wanted: str, seconds: float, backwards: bool, only: str = "*"
+) -> bool:
     """Train what is not there yet; False where the time was over before the end."""
     import torch
 
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    for part in ("fit", "test"):
+    for part in RUNS:
         if part_wanted not in (part, "all"):
             continue
         listed = list(enumerate(groups(part)))
         for number, (name, setup) in reversed(listed) if backwards else listed:
             path = folder / f"{name}.npz"
-            if path.exists():
+            if path.exists() or not fnmatch(name, f"{part}-{only}"):
                 continue
             if time.monotonic() - began > seconds:
                 print("time is over: the same command goes on", flush=True)
                 return False
-            group = Group(
-                setup, 1000 * (1 + number) + (500_000 if part == "test" else 0), RUNS[part]
-            )
+            group = Group(setup, SEEDS_FROM[part] + 1000 * (1 + number), RUNS[part])
             spent = time.process_time()
             curves = group.go()
             contexts = [context_of(setup, group, run) for run in range(RUNS[part])]
@@ -216,7 +240,7 @@ def strengths(folder: Path) -> None:
     """Largest strength of every sign in healthy runs, and the weakest where it is right."""
     alarms: dict[str, float] = defaultdict(float)
     right: dict[str, list[float]] = defaultdict(list)
-    for curve in stored(folder, "fit"):
+    for curve in chain(stored(folder, "fit"), stored(folder, "slow")):
         known = {name: tuple(v) if name == "resumes" else v for name, v in curve.context.items()}
         columns: dict[str, Any] = dict(curve.columns)
         if "evaluation.loss" in columns:
@@ -260,12 +284,14 @@ def main() -> None:
     parser.add_argument("--into", "--curves", dest="folder", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--columns", default="all", choices=("all", "foreign", "loss"))
-    parser.add_argument("--part", default="all", choices=("fit", "test", "all"))
+    parser.add_argument("--part", default="all", choices=(*RUNS, "all"))
     parser.add_argument("--backwards", action="store_true", help="a second process, from the end")
+    parser.add_argument("--only", default="*", help="groups whose name fits, as 'lr_ramp-*'")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     if asked.what == "curves":
-        sys.exit(0 if make_curves(asked.folder, asked.part, asked.seconds, asked.backwards) else 1)
+        rest = (asked.part, asked.seconds, asked.backwards, asked.only)
+        sys.exit(0 if make_curves(asked.folder, *rest) else 1)
     if asked.what == "fit":
         strengths(asked.folder)
         return

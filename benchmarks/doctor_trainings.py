@@ -43,6 +43,7 @@ class Setup:
     evaluate_every: int = 20
     kind: str = "language"  # language | lora | preference
     resumes: bool = False
+    speed: float = 1.0  # of the optimizer's usual rate
 
 
 RATES = {"adamw": 6e-3, "adam95": 6e-3, "lion": 1.2e-3, "sgd": 0.6}
@@ -222,7 +223,7 @@ class Group:
         self.numpy = np.random.default_rng(seed)
         draws = self.numpy
         spread = np.exp(draws.uniform(math.log(0.5), math.log(1.6), runs))
-        rate = RATES[setup.optimizer] * spread * (32 / setup.width) ** 0.5
+        rate = setup.speed * RATES[setup.optimizer] * spread * (32 / setup.width) ** 0.5
         if setup.kind != "language":
             share = 0.3 if setup.optimizer == "sgd" else 0.05
             rate = rate * {"lora": 3.0, "preference": share}[setup.kind]

@@ -293,3 +293,26 @@ def test_a_million_points_take_less_than_two_seconds():
     loss[600_000:600_900] += 3.0
     assert [one.name for one in doctor(loss.tolist()).findings] == ["spike_that_heals"]
     assert time.process_time() - began < 4.0  # two diagnoses
+
+
+def test_an_evaluation_is_not_apart_from_a_loss_that_fell_less_than_its_noise_allows():
+    def columns(spread: float) -> dict[str, Any]:
+        loss = np.linspace(2.0, 1.8, 300) + np.random.default_rng(3).normal(0.0, spread, 300)
+        return {"loss": loss, "eval_loss": evaluations({30 * i: 2.0 for i in range(1, 10)})}
+
+    assert "eval_apart_from_start" in named(columns(0.01))
+    assert "eval_apart_from_start" not in named(columns(0.1))
+
+
+def test_a_gap_that_opens_on_repeated_data_is_overfitting_without_a_rise():
+    still = {30 * i: max(2.4, 3.2 - 0.3 * i) for i in range(1, 10)}
+    columns = {"loss": falling(end=0.8), "eval_loss": evaluations(still)}
+    assert named({**columns, "epoch": epochs(rows=20)})[:1] == ["train_down_eval_up"]
+    assert "train_down_eval_up" not in named({**columns, "epoch": epochs(rows=200)})
+
+
+def test_a_jump_under_a_rate_that_goes_on_rising_is_the_rates():
+    rising = 1e-5 * 10 ** (np.arange(300) / 150)
+    jump = {"loss": with_jump(150, 1.5, 150)}
+    assert named(jump)[:1] == ["spike_that_stays"]
+    assert named({**jump, "learning_rate": rising})[:1] == ["falls_then_climbs"]

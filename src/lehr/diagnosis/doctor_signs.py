@@ -45,7 +45,10 @@ LIMITS: dict[str, float] = {
     "too_low": 0.25,  # of the unigram entropy, or of the start
     "eval_below": 0.04,  # of the loss
     "eval_apart": 0.5,  # share of the training progress that the evaluation lacks
+    "apart_fall": 5.0,  # of the noise: what must have been learnt before a share of it says much
     "eval_up": 0.04,  # of the evaluation's fall
+    "gap_noise": 3.0,  # of the noise: how far a gap must open
+    "gap_share": 0.15,  # of the fall
     "climb": 0.22,  # share of the fall that is lost again
     "creep": 0.04,
     "uncleared": 10.0,  # last gradient norm over the first
@@ -265,6 +268,8 @@ def flat_at_unigram(look: Look) -> Sign | None:
         return None  # it did not come from guessing
     values = look.loss.value
     middle, end = level(values, 0.4, 0.7), level(values, 0.7, 1.0)
+    if end < (1.0 - 2.0 * LIMITS["unigram"]) * entropy:
+        return None  # the training rows are learnt, whatever the evaluation says
     _, evaluated = look.evaluation
     if len(evaluated) >= 4:
         half = evaluated[len(evaluated) // 2 :]
@@ -305,10 +310,13 @@ def _beside(look: Look) -> tuple[Floats, Floats, Floats]:
 
 
 def train_down_eval_up(look: Look) -> Sign | None:
-    """The evaluation rises again while the training loss goes on falling."""
+    """The evaluation rises again, or gains no more, while the training loss goes on falling."""
     steps, train, values = _beside(look)
     if len(values) < 4:
         return None
+    opened = _gap_opens(look)
+    if opened is not None:
+        return opened
     low = int(np.argmin(values))
     if low == len(values) - 1:
         return None
@@ -323,6 +331,28 @@ def train_down_eval_up(look: Look) -> Sign | None:
     )
     strength = min(rise / max(least, 1e-9), down)
     return _if(look, "train_down_eval_up", strength, seen, steps[low], steps[-1], "evaluation.loss")
+
+
+def _gap_opens(look: Look) -> Sign | None:
+    """Repeated data: the training loss leaves an evaluation that has stopped to gain."""
+    steps, train, values = _beside(look)
+    _, epochs = look.curve.points("epoch")
+    if not len(epochs) or epochs[-1] < 3.0 or scales(look) is not None:
+        return None
+    half = len(values) // 2
+    learnt = float(np.median(train[half - 1 : half + 1]) - np.median(train[-2:]))
+    gained = float(np.median(values[half - 1 : half + 1]) - np.median(values[-2:]))
+    gap = values - train
+    opened = float(np.median(gap[-2:]) - np.median(gap[:2]))
+    if gained > 0.25 * learnt or learnt <= 0.0:
+        return None
+    least = max(LIMITS["gap_noise"] * look.noise, LIMITS["gap_share"] * look.fall)
+    seen = (
+        f"over {epochs[-1]:.0f} epochs the training loss leaves the evaluation by {opened:.3g} "
+        f"(at last {train[-1]:.3g} and {values[-1]:.3g})"
+    )
+    strength = opened / least
+    return _if(look, "train_down_eval_up", strength, seen, steps[0], steps[-1], "evaluation.loss")
 
 
 def eval_below_train(look: Look) -> Sign | None:
@@ -345,6 +375,8 @@ def eval_apart_from_start(look: Look) -> Sign | None:
     """The evaluation hardly follows what the training loss gains, from the beginning on."""
     _, train, values = _beside(look)
     if len(values) < 3 or scales(look) is not None:
+        return None
+    if look.fall < LIMITS["apart_fall"] * look.noise:
         return None
     progress = look.start - train
     early = [
@@ -430,7 +462,7 @@ def spike(look: Look) -> Sign | None:
         and number <= 2
         and one.base - look.lowest < 0.5 * one.lasting
     ]
-    if stays:
+    if stays and not _rate_rises(look, float(look.loss.steps[stays[0].start])):
         one = stays[0]
         share = one.lasting / max(one.height, 1e-9)
         seen = (
@@ -447,6 +479,16 @@ def spike(look: Look) -> Sign | None:
     seen = f"the loss jumps from {one.base:.3g} by {one.height:.3g} and comes back{more}"
     strength = one.height / look.least_spike
     return _if(look, "spike_that_heals", strength, seen, look.loss.steps[one.start], last)
+
+
+def _rate_rises(look: Look, step: float) -> bool:
+    """Whether the rate goes on rising after a step until the end of the run."""
+    steps, rates = look.rate
+    if len(rates) < FEWEST_POINTS:
+        return False
+    then = float(rates[min(len(rates) - 1, int(np.searchsorted(steps, step)))])
+    late = float(rates[(3 * len(rates)) // 4])
+    return float(rates[-1]) > 1.05 * max(late, then)
 
 
 def jump_at_resume(look: Look) -> Sign | None:
@@ -568,7 +610,7 @@ def climbs(look: Look) -> Sign | None:
     swings = max(swings, LIMITS["swings"] * _wavering(look) / 2.0)
     seen = f"the loss loses {share:.0%} of its fall again, from step {first:g} on"
     jump, where = _sudden(look)
-    if jump > 0.6 * share * look.fall:
+    if jump > 0.6 * share * look.fall and not _rate_rises(look, where):
         seen = f"the loss jumps by {jump:.3g} at step {where:g} and stays there"
         return _if(look, "spike_that_stays", jump / (0.6 * share * look.fall), seen, where)
     steps, rates = look.rate

@@ -199,7 +199,7 @@ TABLE: dict[str, Entry] = {
         probe="eval_mode",
     ),
     "train_down_eval_up": Entry(
-        "training loss down, evaluation up",
+        "training loss down, evaluation up or still",
         (
             "overfitting: the data is seen too often for its size",
             "the evaluation is of another kind than the training data",
