@@ -30,7 +30,7 @@ import numpy as np
 from benchmarks.doctor_trainings import FAULTS, Group, Setup, context_of, fault_setup
 from lehr.diagnosis.doctor import Diagnosis, diagnose, ranked
 from lehr.diagnosis.doctor_curve import curve_of_columns
-from lehr.diagnosis.doctor_signs import Context, Look
+from lehr.diagnosis.doctor_look import Context, Look
 
 RUNS = {"fit": 6, "slow": 6, "test": 10, "fresh": 10}
 SEEDS_FROM = {"fit": 0, "slow": 250_000, "test": 500_000, "fresh": 750_000}

@@ -13,7 +13,7 @@ import pytest
 import lehr
 from lehr.diagnosis.doctor import EXPLAINS, diagnose, doctor
 from lehr.diagnosis.doctor_curve import curve_of_columns
-from lehr.diagnosis.doctor_signs import Context
+from lehr.diagnosis.doctor_look import Context
 from lehr.diagnosis.doctor_table import TABLE
 
 VOCABULARY = 128

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from lehr.diagnosis.doctor import diagnose
+from lehr.diagnosis.doctor_look import Context
 from lehr.diagnosis.doctor_readers import curve_of_text
-from lehr.diagnosis.doctor_signs import Context
 
 
 def trainer_state(rows: list[dict[str, Any]]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.pipeline.small import go, lora_recipe, read, write_recipe
 
-from lehr.diagnosis.doctor_signs import Context
+from lehr.diagnosis.doctor_look import Context
 from lehr.pipeline.doctoring import LiveDoctor, examine
 from lehr.pipeline.events import Events
 from lehr.training import events as engine

@@ -18,8 +18,8 @@ from lehr.diagnosis.doctor import Diagnosis, Finding
 def doctor_verb(path: Path, loss: str | None, known: Mapping[str, Any], *, as_json: bool) -> int:
     """Print what is wrong with a curve; 0 whatever was found."""
     from lehr.diagnosis.doctor import diagnose
+    from lehr.diagnosis.doctor_look import Context
     from lehr.diagnosis.doctor_readers import curve_of_text
-    from lehr.diagnosis.doctor_signs import Context
     from lehr.pipeline.doctoring import examine
 
     given = {name: value for name, value in known.items() if value is not None}

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lehr.diagnosis.doctor_curve import Curve, curve_of_rows
+from lehr.diagnosis.doctor_look import Context, Look, Sign
 from lehr.diagnosis.doctor_policy import POLICY_SIGNATURES
-from lehr.diagnosis.doctor_signs import LOSS_SIGNATURES, Context, Look, Sign
+from lehr.diagnosis.doctor_signs import LOSS_SIGNATURES
 from lehr.diagnosis.doctor_table import TABLE, Entry
 
 # A sign and what it explains: the other one is its consequence, not a second fault.

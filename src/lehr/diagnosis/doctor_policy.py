@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lehr.diagnosis.doctor_features import Floats, level, noise
-from lehr.diagnosis.doctor_signs import FEWEST_POINTS, Look, Sign, Signature
+from lehr.diagnosis.doctor_look import FEWEST_POINTS, Look, Sign, Signature
 
 POLICY_LIMITS: dict[str, float] = {
     "fall": 0.5,  # nats by which both log-probabilities fall

@@ -17,8 +17,8 @@ import numpy as np
 
 from lehr.diagnosis.doctor import Diagnosis, Finding, diagnose
 from lehr.diagnosis.doctor_curve import Curve, curve_of_rows
+from lehr.diagnosis.doctor_look import Context
 from lehr.diagnosis.doctor_readers import read_curve
-from lehr.diagnosis.doctor_signs import Context
 from lehr.errors import Problem, RecipeError
 from lehr.pipeline.events import Events
 from lehr.pipeline.files import read_json, write_json
