@@ -12,16 +12,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import resource
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sft_speed import child
+from benchmarks.beside_peer import in_turn, options_of
 
 
 def one_run(options: argparse.Namespace) -> dict[str, Any]:
@@ -109,37 +107,10 @@ def rows_file(folder: Path, rows: int) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--peer-python", default=None, help="python of the peer's environment")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--updates", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--rows", default=None)
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        print(json.dumps(one_run(options)))
-        return
-    from lehr.models.loading import resolve_spec
-
-    where = resolve_spec(options.model).path
-    with tempfile.TemporaryDirectory() as folder:
-        rows = options.rows or str(rows_file(Path(folder), options.batch_size * options.updates))
-        same = ["--updates", str(options.updates), "--batch-size", str(options.batch_size)]
-        same += ["--threads", str(options.threads), "--rows", rows]
-        same += ["--precision", options.precision]
-        ours: list[dict[str, Any]] = []
-        peers: list[dict[str, Any]] = []
-        for _ in range(options.rounds):
-            command = [sys.executable, "-m", "benchmarks.dpo_speed", "--child"]
-            ours.append(child([*command, "--model", options.model, *same]))
-            if options.peer_python:
-                peer = [options.peer_python, str(Path(__file__).parent / "peer_dpo.py")]
-                peers.append(child([*peer, "--model", str(where), *same]))
-    report(ours, peers, options)
+    options = options_of(argparse.ArgumentParser(description=__doc__), 8, 2, "bf16")
+    runs = in_turn("dpo", options, one_run, rows_file)
+    if runs is not None:
+        report(*runs, options)
 
 
 def report(

@@ -144,7 +144,7 @@ def operations(all_weights: bool, **changes: object) -> float:
 def test_operations_in_closed_form() -> None:
     products = Shape.of(CONFIG).products
     assert operations(True) == 6 * products * 100 + 8 * 64 * 500 * 10
-    assert operations(False) == 4 * products * 100 + 6 * 64 * 500 * 10
+    assert operations(False) == 4 * products * 100 + 4 * 64 * 500 * 10
     assert operations(True, segment_tokens=50) - operations(True) == 3.5 * 2 * 50 * 64 * 3 * 100
 
 

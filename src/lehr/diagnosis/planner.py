@@ -151,13 +151,13 @@ def operations_per_update(
 
     A weight costs 2 operations a token forward, 2 backward for the input's gradient, and 2 more
     for its own gradient where it is trained: 4 with a frozen base, 6 with all weights; what is
-    computed again is measured (models/recompute_costs). The head sees supervised positions only,
-    and computes each chunk twice. Attention over segments of `segment_tokens`: 2 t q a token and
-    layer forward, 2.5 times that backward.
+    computed again is measured (models/recompute_costs). The head sees supervised positions only:
+    two products where it is frozen, four where it trains (the logits twice). Attention over
+    segments of `segment_tokens`: 2 t q a token and layer forward, 2.5 times that backward.
     """
     shape = Shape.of(config)
     layers = (6.0 if all_weights else 4.0) * shape.products * tokens
-    head = (8.0 if all_weights else 6.0) * shape.width * vocabulary * supervised_tokens
+    head = (8.0 if all_weights else 4.0) * shape.width * vocabulary * supervised_tokens
     attention = 3.5 * 2.0 * segment_tokens * shape.query * shape.layers * tokens
     return layers + head + attention
 

@@ -181,7 +181,7 @@ class FrozenHead(torch.autograd.Function):
 
 
 class FusedHead(torch.autograd.Function):
-    """The head whose matrix trains: the backward pass makes each chunk's logits again."""
+    """The head whose matrix trains, or that needs no gradient; backward makes the logits again."""
 
     @staticmethod
     def forward(

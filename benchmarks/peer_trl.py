@@ -1,6 +1,6 @@
-"""One timed DPO run of TRL, in its own environment: prints one JSON line.
+"""One timed SFT or DPO run of TRL, in its own environment: prints one JSON line.
 
-Same pairs, same number of updates, same adapter as benchmarks.dpo_speed asks for.
+Same rows, same number of updates, same adapter as sft_speed and dpo_speed ask for.
 """
 
 from __future__ import annotations
@@ -17,13 +17,24 @@ from typing import Any
 NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
+def chat(row: dict[str, Any]) -> dict[str, Any]:
+    return {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
+
+
+def pair(row: dict[str, Any]) -> dict[str, Any]:
+    one: dict[str, Any] = {"prompt": [{"role": "user", "content": row["prompt"]}]}
+    for side in ("chosen", "rejected"):
+        one[side] = [{"role": "assistant", "content": row[side]}]
+    return one
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--kind", required=True, choices=["sft", "dpo"])
     parser.add_argument("--model", required=True)
-    parser.add_argument("--rows", required=True, help="JSONL with prompt, chosen, rejected")
+    parser.add_argument("--rows", required=True, help="JSONL with messages, or with pairs")
     parser.add_argument("--updates", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
     options = parser.parse_args()
@@ -32,18 +43,10 @@ def main() -> None:
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import DPOConfig, DPOTrainer
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
     torch.set_num_threads(options.threads)
     rows = [json.loads(line) for line in Path(options.rows).read_text().splitlines()]
-    pairs = [
-        {
-            "prompt": [{"role": "user", "content": row["prompt"]}],
-            "chosen": [{"role": "assistant", "content": row["chosen"]}],
-            "rejected": [{"role": "assistant", "content": row["rejected"]}],
-        }
-        for row in rows
-    ]
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokenizer.pad_token = "<|endoftext|>"
     model = AutoModelForCausalLM.from_pretrained(
@@ -61,24 +64,35 @@ def main() -> None:
             if logs and "loss" in logs:
                 losses.append(float(logs["loss"]))
 
-    trainer = DPOTrainer(
+    # Two micro-batches an update, for both kinds.
+    micro_batch = options.batch_size // 2
+    same: dict[str, Any] = {
+        "output_dir": tempfile.mkdtemp(),
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": options.batch_size // micro_batch,
+        "max_steps": options.updates,
+        "bf16": options.precision == "bf16",
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "max_length": 1024,
+    }
+    if options.kind == "sft":
+        make = SFTTrainer
+        settings = SFTConfig(
+            **same, learning_rate=2e-4, completion_only_loss=True, shuffle_dataset=False
+        )
+        made = [chat(row) for row in rows]
+    else:
+        make = DPOTrainer
+        settings = DPOConfig(**same, learning_rate=1e-4, beta=0.1)
+        made = [pair(row) for row in rows]
+    trainer = make(
         model=model,
-        args=DPOConfig(
-            output_dir=tempfile.mkdtemp(),
-            per_device_train_batch_size=options.micro_batch,
-            gradient_accumulation_steps=options.batch_size // options.micro_batch,
-            max_steps=options.updates,
-            learning_rate=1e-4,
-            beta=0.1,
-            bf16=options.precision == "bf16",
-            use_cpu=True,
-            gradient_checkpointing=False,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            max_length=1024,
-        ),
-        train_dataset=Dataset.from_list(pairs),
+        args=settings,
+        train_dataset=Dataset.from_list(made),
         processing_class=tokenizer,
         peft_config=LoraConfig(
             r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
