@@ -93,16 +93,11 @@ def test_direct_kernel_equals_autograd_path_in_bf16():
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_the_backward_of_short_segments_is_that_of_dense_attention(window, monkeypatch):
-    """In fp32, where it can be told exactly; a run takes it in bf16."""
-    monkeypatch.setattr(attention_module, "SHORT_DTYPE", torch.float32)
-    calls = []
-    short = attention_module._short_backward
-    monkeypatch.setattr(
-        attention_module, "_short_backward", lambda *x: calls.append(1) or short(*x)
-    )
-    test_a_tree_equals_dense_attention_with_its_gradients(window, torch.float32)
-    assert len(calls) == len(_plan(*TREE).spans)
+def test_the_kernel_of_long_segments_is_dense_attention(window, monkeypatch):
+    """Segments beyond SHORT, and those beside shorter ones that continue them."""
+    for short in (0, 5):
+        monkeypatch.setattr(attention_module, "SHORT", short)
+        test_a_tree_equals_dense_attention_with_its_gradients(window, torch.float32)
 
 
 def test_gradients_in_bf16_are_those_of_fp32_rounded():

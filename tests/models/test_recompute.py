@@ -9,9 +9,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lehr.data.shapes import Pack
+from lehr.models.attention_short import Layout, lay_out
 from lehr.models.language_model import LanguageModel
 from lehr.models.recompute import Recomputation
 from lehr.models.replay import measuring
+from lehr.models.segments import plan_segments
 
 
 def trained(family: str, what: str, **changes: object) -> LanguageModel:
@@ -85,8 +87,8 @@ def test_bf16_with_fp32_weights_keeps_no_casts() -> None:
 def test_bytes_of_a_llama_in_closed_form() -> None:
     """Floats of a token and layer with all weights trained (d width, q and k of the heads, f):
 
-    none       4 d (two norms: input, scaled) + 2 (two statistics)
-               + 2 q + 2 k (attention) + h (normalisers) + 4 f
+    none       4 d (two norms: input, scaled) + 2 (two statistics) + q (output of attention) + 4 f,
+               and of attention its padded rows of queries, keys and values, and its shares
     selective  d (input) + q + 2 k + d (output of attention) + 2 f
     full       d
     """
@@ -94,24 +96,40 @@ def test_bytes_of_a_llama_in_closed_form() -> None:
     config = model.config
     width, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     query, key = width, config.num_key_value_heads * config.head_dim
-    heads = config.num_attention_heads
     wanted = {
-        "none": 4 * width + 2 + 2 * query + 2 * key + heads + 4 * inner,
+        "none": 4 * width + 2 + query + 4 * inner,
         "selective": 2 * width + query + 2 * key + 2 * inner,
         "full": width,
     }
+    attention = _attention_floats(model, pack)
     found = {}
     for choice in wanted:
         model.recompute(choice)  # type: ignore[arg-type]
         found[choice] = kept(model, pack)
     for choice in ("selective", "full"):
-        fewer = layers * 4 * (wanted["none"] - wanted[choice])
+        fewer = pack.tokens * (wanted["none"] - wanted[choice]) + attention
         # Blocks computed again need the position ids: 8 bytes a token, once for all blocks.
-        assert found["none"] - found[choice] == pack.tokens * (fewer - 8)
+        assert found["none"] - found[choice] == 4 * layers * fewer - 8 * pack.tokens
+
+
+def _attention_layout(model: LanguageModel, pack: Pack) -> Layout:
+    config, plan = model.config, plan_segments(pack.segments, pack.tokens)
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    return lay_out(plan.spans, plan.tokens, heads, groups, None, torch.device("cpu"))
+
+
+def _attention_floats(model: LanguageModel, pack: Pack) -> int:
+    layout, config = _attention_layout(model, pack), model.config
+    rows = len(layout.query_rows) + 2 * len(layout.seen_rows)
+    pairs = sum(batch.count * batch.length * batch.seen for batch in layout.batches)
+    return int(rows * config.head_dim + config.num_attention_heads * pairs)
 
 
 def test_operations_that_are_repeated() -> None:
-    """Counted by torch over forward and backward passes: full adds the products but the last."""
+    """Counted by torch over forward and backward passes: full adds the products but the last.
+
+    Both add the two products of attention.
+    """
     model, pack = trained("Llama", "all weights", num_key_value_heads=4), tree_pack()
     counts = {}
     for choice in ("none", "full", "selective"):
@@ -120,10 +138,14 @@ def test_operations_that_are_repeated() -> None:
         with FlopCounterMode(display=False) as counter:
             gradient(model, pack)
         counts[choice] = counter.get_total_flops()
-    width, inner = model.config.hidden_size, model.config.intermediate_size
+    config = model.config
+    width, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     products = 2 * pack.tokens * (4 * width * width + 2 * width * inner)
-    assert counts["full"] - counts["none"] == products * model.config.num_hidden_layers
-    assert counts["selective"] == counts["none"]
+    layout = _attention_layout(model, pack)
+    pairs = sum(batch.count * batch.length * batch.seen for batch in layout.batches)
+    attention = 4 * width * pairs
+    assert counts["full"] - counts["none"] == (products + attention) * layers
+    assert counts["selective"] - counts["none"] == attention * layers
 
 
 def test_the_operation_list() -> None:

@@ -68,11 +68,12 @@ def test_a_budget_below_full_is_refused() -> None:
 
 
 def test_few_tokens_say_what_many_cost() -> None:
+    """In segments of one length: what attention keeps of a token depends on that."""
     model = deep("Llama", "adapter")
     ids = torch.arange(96) + 1
     found = []
     for count in (24, 96):
-        costs = Costs(model, probe_pack([(ids[:count], -1)]))
+        costs = Costs(model, probe_pack([(part, -1) for part in ids[:count].split(24)]))
         found.append([costs.of("none"), costs.of("selective"), costs.of("full")])
         with pytest.raises(RuntimeError, match="another choice"):
             Costs(model, tree_pack())

@@ -1,23 +1,33 @@
-"""Attention over segments on a CPU: one kernel call or a few plain products per segment."""
+"""Attention over segments on a CPU: plain products for short ones, a kernel call for others."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lehr.models.attention_short import (
+    layout_of,
+    own_rows,
+    seen_rows,
+    short_backward,
+    short_forward,
+)
 from lehr.models.segments import SegmentPlan, Span
 
-# Plain products beat the flash kernel for so few tokens seen, in this dtype.
-SHORT, SHORT_DTYPE = 192, torch.bfloat16
+# Plain products beat the flash kernel for so many tokens seen and more (at 512 tokens by half, at
+# 1,024 by a third); beyond, the shares that they keep are the larger part of what a layer keeps.
+SHORT = 512
 
 
 class CpuSegments(torch.autograd.Function):
-    """Query [H, T, D], key and value [K, T, D] of a pack -> [T, H, D], segment by segment.
+    """Query [H, T, D], key and value [K, T, D] of a pack -> [T, H, D].
 
-    Grouped heads are a view of stride 0 (no copies of keys and values), nothing is
-    padded, and gradients of a shared prompt are added in the order of its branches.
+    Short segments are computed in batches (attention_short), the others by one kernel call
+    each. Grouped heads are a view of stride 0 (no copies of keys and values), and gradients
+    of a shared prompt are added in one fixed order.
     """
 
     @staticmethod
@@ -30,114 +40,123 @@ class CpuSegments(torch.autograd.Function):
         scale: float,
         window: int | None,
     ) -> Tensor:
-        heads, tokens, _ = query_htd.shape
-        out_thd = query_htd.new_empty(tokens, heads, value_ktd.shape[-1])
-        kept = []  # of a short segment its shares, else its normalisers
-        for span in plan.spans:
-            if is_short(span, query_htd.dtype):
-                mask = plan.mask(span, window, torch.float32, query_htd.device, plain=True)
-                assert mask is not None
-                query = query_htd[:, span.start : span.start + span.length]
-                out, one = _short_forward(
-                    query, visible(key_ktd, span), visible(value_ktd, span), mask, scale
-                )
-            else:
-                mask = plan.mask(span, window, query_htd.dtype, query_htd.device)
-                out, one = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                    *_grouped(query_htd, key_ktd, value_ktd, span),
-                    0.0,
-                    mask is None,
-                    attn_mask=mask,
-                    scale=scale,
-                )
-            rows = out_thd[span.start : span.start + span.length]
-            rows.view(span.length, *out.shape[:2], -1).copy_(out.permute(2, 0, 1, 3))
-            kept.append(one)
-        ctx.save_for_backward(query_htd, key_ktd, value_ktd, out_thd, *kept)
-        ctx.plan, ctx.scale, ctx.window = plan, scale, window
+        inputs = (query_htd, key_ktd, value_ktd)
+        short, long = _by_length(plan, query_htd.dtype)
+        out_thd = query_htd.new_empty(*query_htd.shape[1::-1], value_ktd.shape[-1])
+        layout = None
+        kept: list[Tensor] = []
+        if short:
+            layout = layout_of(plan, short, *_heads(inputs), window, query_htd.device)
+            rows = _rows(query_htd), _rows(key_ktd), _rows(value_ktd)
+            padded, kept = short_forward(*rows, layout, scale)
+            out_thd = own_rows(padded, layout, out_thd.flatten(0, 1)).view(out_thd.shape)
+        if long:
+            kept += [*inputs, out_thd, *_long_forward(*inputs, out_thd, plan, long, scale, window)]
+        ctx.save_for_backward(*kept)
+        ctx.shapes = [(each.shape[1], each.shape[0], each.shape[2]) for each in inputs]
+        ctx.layout, ctx.long, ctx.plan, ctx.scale, ctx.window = layout, long, plan, scale, window
         return out_thd
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_thd: Tensor) -> tuple[Tensor | None, ...]:
-        query_htd, key_ktd, value_ktd, out_thd, *kept = ctx.saved_tensors
-        grad_query = torch.empty_like(query_htd, memory_format=torch.contiguous_format)
-        grad_key = torch.zeros_like(key_ktd, memory_format=torch.contiguous_format)
-        grad_value = torch.zeros_like(value_ktd, memory_format=torch.contiguous_format)
-        groups = key_ktd.shape[0]
-        for span, one in zip(ctx.plan.spans, kept, strict=True):
-            own = slice(span.start, span.start + span.length)
-            if is_short(span, query_htd.dtype):
-                by_query, by_key, by_value = _short_backward(
-                    grad_thd[own].transpose(0, 1),
-                    query_htd[:, own],
-                    visible(key_ktd, span),
-                    visible(value_ktd, span),
-                    one,
-                    ctx.scale,
-                )
-                grad_query[:, own] = by_query
-                _add_to_seen(grad_key, grad_value, by_key, by_value, span)
-                continue
-            mask = ctx.plan.mask(span, ctx.window, query_htd.dtype, query_htd.device)
-            query_part, key_part, value_part = _grouped(query_htd, key_ktd, value_ktd, span)
-            by_query, by_key, by_value = (
-                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                    _split_heads(grad_thd[own].transpose(0, 1), groups),
-                    query_part,
-                    key_part,
-                    value_part,
-                    _split_heads(out_thd[own].transpose(0, 1), groups),
-                    one,
-                    0.0,
-                    mask is None,
-                    attn_mask=mask,
-                    scale=ctx.scale,
-                )
-            )
-            grad_query[:, own] = by_query.flatten(0, 1)
-            _add_to_seen(grad_key, grad_value, by_key.sum(1), by_value.sum(1), span)
-        return grad_query, grad_key, grad_value, None, None, None
+        kept, layout = ctx.saved_tensors, ctx.layout
+        shorts = 0 if layout is None else 3 + len(layout.batches)
+        # Long segments add to what begins as 0; with short ones alone every row is written once.
+        grads = [grad_thd.new_zeros(shape if ctx.long else 0) for shape in ctx.shapes]
+        if ctx.long:
+            into = [grad.transpose(0, 1) for grad in grads]
+            _long_backward(grad_thd, kept[shorts:], into, ctx.plan, ctx.long, ctx.scale, ctx.window)
+        if layout is not None:
+            padded = short_backward(grad_thd.flatten(0, 1), kept[:shorts], layout, ctx.scale)
+            takes = (own_rows, seen_rows, seen_rows)
+            grads = [
+                take(each, layout, grad.view(-1, shape[-1])).view(shape)
+                for take, each, grad, shape in zip(takes, padded, grads, ctx.shapes, strict=True)
+            ]
+        return *(grad.transpose(0, 1) for grad in grads), None, None, None
 
 
 def is_short(span: Span, dtype: torch.dtype) -> bool:
     """Whether plain products compute this segment: its shares [H, n, m] are kept."""
-    return dtype == SHORT_DTYPE and span.context_length + span.length <= SHORT
+    return dtype in (torch.bfloat16, torch.float32) and span.context_length + span.length <= SHORT
 
 
-def _short_forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Output [K, H/K, n, D] and shares [K, H/K·n, m] of query [H, n, D], key and value [K, m, D].
-
-    Heads of a group are rows of one product, so that nothing is repeated for them. Scores are
-    fp32: a large score rounded to bf16 would be off by units. At 107 tokens in bf16 forward and
-    backward take 0.7 ms where torch's flash kernel takes 2.3 ms, at 256 tokens 2.7 and 4.8 ms.
-    """
-    groups, length = key.shape[0], query.shape[1]
-    rows = query.reshape(groups, -1, query.shape[-1]).float() * scale
-    scores = torch.bmm(rows, key.float().transpose(1, 2))
-    scores.view(groups, -1, length, key.shape[1]).add_(mask)
-    shares = torch.softmax(scores, -1).to(value.dtype)
-    return torch.bmm(shares, value).view(groups, -1, length, value.shape[-1]), shares
+def _by_length(plan: SegmentPlan, dtype: torch.dtype) -> tuple[list[Span], list[Span]]:
+    """The spans that plain products compute, and the others."""
+    short = [span for span in plan.spans if is_short(span, dtype)]
+    return short, [span for span in plan.spans if not is_short(span, dtype)]
 
 
-def _short_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, shares: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query [H, n, D], key and value [K, m, D]; grad [H, n, D]."""
-    groups = key.shape[0]
-    rows = query.reshape(groups, -1, query.shape[-1])
-    grad_rows = grad.reshape(groups, -1, grad.shape[-1])
-    by_share = torch.bmm(grad_rows, value.transpose(1, 2))
-    # Its sums are fp32 whatever the dtype.
-    by_score = torch.ops.aten._softmax_backward_data(by_share, shares, -1, shares.dtype)
-    by_score.mul_(scale)
-    return (
-        torch.bmm(by_score, key).view(query.shape),
-        torch.bmm(by_score.transpose(1, 2), rows),
-        torch.bmm(shares.transpose(1, 2), grad_rows),
-    )
+def _heads(inputs: Sequence[Tensor]) -> tuple[int, int]:
+    return inputs[0].shape[0], inputs[1].shape[0]
+
+
+def _rows(rows_htd: Tensor) -> Tensor:
+    """[H, T, D] as rows [T · H, D]; a view where heads of a token lie side by side."""
+    return rows_htd.transpose(0, 1).reshape(-1, rows_htd.shape[-1])
+
+
+def _long_forward(
+    query_htd: Tensor,
+    key_ktd: Tensor,
+    value_ktd: Tensor,
+    out_thd: Tensor,
+    plan: SegmentPlan,
+    spans: Sequence[Span],
+    scale: float,
+    window: int | None,
+) -> list[Tensor]:
+    """Write the output of `spans` into `out_thd`; the logarithm of each row's normaliser."""
+    normalisers = []
+    for span in spans:
+        mask = plan.mask(span, window, query_htd.dtype, query_htd.device)
+        out, one = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *_grouped(query_htd, key_ktd, value_ktd, span),
+            0.0,
+            mask is None,
+            attn_mask=mask,
+            scale=scale,
+        )
+        rows = out_thd[span.start : span.start + span.length]
+        rows.view(span.length, *out.shape[:2], -1).copy_(out.permute(2, 0, 1, 3))
+        normalisers.append(one)
+    return normalisers
+
+
+def _long_backward(
+    grad_thd: Tensor,
+    kept: Sequence[Tensor],
+    into: Sequence[Tensor],
+    plan: SegmentPlan,
+    spans: Sequence[Span],
+    scale: float,
+    window: int | None,
+) -> None:
+    """Add the gradients of `spans` to those [H, T, D], [K, T, D], [K, T, D] of the pack."""
+    query_htd, key_ktd, value_ktd, out_thd, *normalisers = kept
+    grad_query, grad_key, grad_value = into
+    groups = key_ktd.shape[0]
+    for span, one in zip(spans, normalisers, strict=True):
+        own = slice(span.start, span.start + span.length)
+        mask = plan.mask(span, window, query_htd.dtype, query_htd.device)
+        query_part, key_part, value_part = _grouped(query_htd, key_ktd, value_ktd, span)
+        by_query, by_key, by_value = (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                _split_heads(grad_thd[own].transpose(0, 1), groups),
+                query_part,
+                key_part,
+                value_part,
+                _split_heads(out_thd[own].transpose(0, 1), groups),
+                one,
+                0.0,
+                mask is None,
+                attn_mask=mask,
+                scale=scale,
+            )
+        )
+        grad_query[:, own] = by_query.flatten(0, 1)
+        _add_to_seen(grad_key, grad_value, by_key.sum(1), by_value.sum(1), span)
 
 
 def _add_to_seen(

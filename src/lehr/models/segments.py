@@ -29,12 +29,14 @@ class SegmentPlan:
     """Segments as Python numbers, in order of their start; made once per pack.
 
     `calls` counts attention layers that used the plan: a model that ignores the
-    attention interface leaves it at 0.
+    attention interface leaves it at 0. `layouts` is where an attention keeps what it
+    makes of the plan once.
     """
 
     tokens: int
     spans: tuple[Span, ...]
     calls: int = 0
+    layouts: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     _masks: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
 
     def pairs(self, window: int | None = None) -> int:
@@ -54,16 +56,12 @@ class SegmentPlan:
         window: int | None,
         dtype: torch.dtype,
         device: torch.device,
-        plain: bool = False,
     ) -> Tensor | None:
-        """Additive mask [length, context + length], or None where plain causality is exact.
-
-        plain: the mask of plain causality too.
-        """
+        """Additive mask [length, context + length], or None where plain causality is exact."""
         before = span.context_length
         total = before + span.length
         windowed = window is not None and window < total
-        if not before and not windowed and not plain:
+        if not before and not windowed:
             return None
         key = (span.length, before, window if windowed else None, dtype, device)
         if key not in self._masks:
