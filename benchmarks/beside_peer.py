@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ def options_of(
     add("--precision", default=precision, choices=["fp32", "bf16"])
     add("--threads", type=int, default=os.cpu_count() or 1)
     add("--rows", default=None)
+    add(
+        "--peer-sampling",
+        default="sequential",
+        choices=["sequential", "group_by_length"],
+        help="sequential: the peer's updates have lehr's rows, and losses are compared; "
+        "group_by_length: rows of like length together, less padding, other rows an update",
+    )
     add("--child", action="store_true", help=argparse.SUPPRESS)
     return argument_parser.parse_args()
 
@@ -62,11 +70,52 @@ def in_turn(
         same = [word for name, value in named.items() for word in (f"--{name}", str(value))]
         module = ["-m", f"benchmarks.{kind}_speed", "--child"]
         peer = [str(Path(__file__).parent / "peer_trl.py"), "--kind", kind]
+        peer += ["--sampling", options.peer_sampling]
         for _ in range(options.rounds):
             ours.append(_child([sys.executable, *module, "--model", options.model, *same]))
             if options.peer_python:
-                peers.append(_child([options.peer_python, *peer, "--model", str(where), *same]))
+                tokens = Path(folder) / "tokens.json"
+                tokens.write_text(json.dumps(ours[-1]["given"]))
+                given = [*peer, "--model", str(where), *same, "--rows", str(tokens)]
+                peers.append(_child([options.peer_python, *given]))
     return ours, peers
+
+
+def in_order(batches: Any, encoded: Sequence[Any], updates: int) -> list[Any]:
+    """Examples of a single source in the order in which a new UpdateBatches takes them."""
+    loader = copy.deepcopy(batches.loader)
+    return [encoded[index] for _ in range(updates) for _, index in loader.next()]
+
+
+def tokens_a_second(run: Run, clock: str) -> float:
+    """Tokens that are no padding, over the updates after the first; clock: wall | cpu."""
+    return float(sum(run["tokens"]) / sum(run[clock]))
+
+
+def equal_losses(
+    ours: list[Run], peers: list[Run], options: argparse.Namespace
+) -> tuple[float, float] | None:
+    """(largest difference in the first update, what is allowed); None: not comparable.
+
+    Of SFT the loss, of DPO (where any first loss is ln 2) the log-probability of a chosen token.
+    Later updates are of weights that differ by rounding, and Adam makes steps of rounding's signs.
+    """
+    if not peers or options.peer_sampling != "sequential":
+        return None
+    pairs = zip(ours, peers, strict=True)
+    gap = max(abs(own["first"] - peer["first"]) for own, peer in pairs)
+    return gap, {"bf16": 1e-2, "fp32": 1e-4}[options.precision]
+
+
+def report_losses(compared: tuple[float, float] | None) -> None:
+    """The line on equality; exits with status 1 where the losses are of other computations."""
+    if compared is None:
+        print("losses not compared: the updates have other rows")
+        return
+    gap, allowed = compared
+    print(f"the first update's losses differ by {gap:.1e} (allowed {allowed:.0e})")
+    if gap > allowed:
+        raise SystemExit(1)
 
 
 def _child(command: list[str]) -> Run:

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.beside_peer import in_turn, options_of
+from benchmarks.beside_peer import equal_losses, in_order, in_turn, options_of, report_losses
 
 
 def one_run(options: argparse.Namespace) -> dict[str, Any]:
@@ -47,6 +47,12 @@ def one_run(options: argparse.Namespace) -> dict[str, Any]:
     examples = read_source("rows", [Path(options.rows)]).examples
     encoded = [one for example in examples for one in encoder.encode(example).encoded]
     batches = UpdateBatches({"rows": encoded}, {"rows": 1.0}, options.batch_size, 0, 1024)
+    given = []
+    first_asked = in_order(batches, encoded, 1)
+    for one in in_order(batches, encoded, options.updates):
+        sides = zip(("chosen_ids", "rejected_ids"), one.branches, strict=True)
+        answers = {name: branch.ids.tolist() for name, branch in sides}
+        given.append({"prompt_ids": one.ids.tolist(), **answers})
     started = time.perf_counter(), time.process_time()
     reference = log_probabilities(model, batches.items(), model.state(), 1024)
     passed = time.perf_counter() - started[0], time.process_time() - started[1]
@@ -78,11 +84,18 @@ def one_run(options: argparse.Namespace) -> dict[str, Any]:
         ).run()
     naive = sum(2 * len(one.ids) + sum(len(b.ids) for b in one.branches) for one in encoded)
     shared = sum(len(one.ids) + sum(len(b.ids) for b in one.branches) for one in encoded)
+    numbers = [item for item, _ in batches.items()]
+    place = {id(one): number for number, one in zip(numbers, encoded, strict=True)}
+    asked = first_asked
+    chosen = sum(reference[place[id(one)]][0] for one in asked)
+    first = chosen / sum(len(one.branches[0].ids) for one in asked)
     share = passed[0] / options.updates, passed[1] / options.updates
     return {
         "wall": [row["seconds"] + share[0] for row in rows[1:]],
         "cpu": [b[1] - a[1] + share[1] for a, b in itertools.pairwise(marks)],
         "losses": [row["loss"] for row in rows],
+        "given": given,
+        "first": first,
         "tokens": shared,
         "naive_tokens": naive,
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
@@ -128,15 +141,19 @@ def report(
     for name, runs in (("lehr", ours), ("TRL", peers)):
         if not runs:
             continue
-        wall = statistics.median(s for run in runs for s in run["wall"])
-        cpu = statistics.median(s for run in runs for s in run["cpu"])
+        wall, cpu = (
+            statistics.median(
+                options.batch_size * len(run[clock]) / sum(run[clock]) for run in runs
+            )
+            for clock in ("wall", "cpu")
+        )
         peak = statistics.median(run["peak_gib"] for run in runs)
         losses = ", ".join(f"{loss:.3f}" for loss in runs[0]["losses"][:2])
-        rates[name] = options.batch_size / wall
-        each = options.batch_size / cpu
-        print(f"| {name} | {rates[name]:.2f} | {each:.2f} | {peak:.2f} | {losses} |")
+        rates[name] = wall
+        print(f"| {name} | {wall:.2f} | {cpu:.2f} | {peak:.2f} | {losses} |")
     if "TRL" in rates:
         print(f"ratio {rates['lehr'] / rates['TRL']:.2f}")
+    report_losses(equal_losses(ours, peers, options))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     python -m benchmarks.sft_speed --peer-python .venv-peer/bin/python --rounds 3
 
-Both train on the same rows for the same number of updates in turn, in processes of their
-own; medians of updates after the first. Losses are compared, so that speed is not bought
-with another computation. The limit is (4 P + 4 V d s) operations a token at the measured
-matrix-product rate (P weights in the layers, s the supervised share).
+Both train on the same rows in the same order for the same number of updates, in turn, in
+processes of their own; medians over rounds of the tokens (no padding) of the updates after the
+first over their seconds. The losses of the first update must agree, so that speed is not bought
+with another computation; exit status 1 where they do not. The limit is (4 P + 4 V d s) operations
+a token at the measured matrix-product rate (P weights in the layers, s the supervised share).
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.beside_peer import in_turn, options_of
+from benchmarks.beside_peer import (
+    equal_losses,
+    in_order,
+    in_turn,
+    options_of,
+    report_losses,
+    tokens_a_second,
+)
 
 
 def one_run(options: argparse.Namespace) -> dict[str, Any]:
@@ -49,6 +57,10 @@ def one_run(options: argparse.Namespace) -> dict[str, Any]:
     examples = read_source("rows", [Path(options.rows)]).examples
     encoded = [one for example in examples for one in encoder.encode(example).encoded]
     batches = UpdateBatches({"rows": encoded}, {"rows": 1.0}, options.batch_size, 0, 1024)
+    given = [
+        {"input_ids": one.ids.tolist(), "completion_mask": one.supervised.int().tolist()}
+        for one in in_order(batches, encoded, options.updates)
+    ]
     marks: list[tuple[float, float]] = []
     rows: list[dict[str, Any]] = []
 
@@ -83,6 +95,8 @@ def one_run(options: argparse.Namespace) -> dict[str, Any]:
         "wall": [row["seconds"] for row in rows[1:]],
         "cpu": [b[1] - a[1] for a, b in itertools.pairwise(marks)],
         "tokens": [row["tokens"] for row in rows[1:]],
+        "given": given,
+        "first": rows[0]["loss"],
         "losses": [row["loss"] for row in rows],
         "supervised_share": share,
         "operations_a_token": 4 * (weights - head) + 4 * head * share,
@@ -121,8 +135,8 @@ def report(
     ours: list[dict[str, Any]], peers: list[dict[str, Any]], options: argparse.Namespace
 ) -> None:
     """The table, as benchmarks/results.md holds it."""
-    tokens = statistics.median(t for run in ours for t in run["tokens"])
     limit = ours[0]["gemm_gflops"] * 1e9 / ours[0]["operations_a_token"]
+    tokens = statistics.median(t for run in ours for t in run["tokens"])
     print(f"{options.precision}, {options.threads} threads, about {tokens:.0f} tokens an update, ")
     print(f"{ours[0]['supervised_share']:.0%} supervised; limit {limit:.0f} tokens/s")
     print("| | tokens/s (wall) | tokens / CPU s | peak GiB | first losses |")
@@ -131,14 +145,18 @@ def report(
     for name, runs in (("lehr", ours), ("TRL", peers)):
         if not runs:
             continue
-        wall = statistics.median(s for run in runs for s in run["wall"])
-        cpu = statistics.median(s for run in runs for s in run["cpu"])
+        wall, cpu = (
+            statistics.median(tokens_a_second(run, clock) for run in runs)
+            for clock in ("wall", "cpu")
+        )
         peak = statistics.median(run["peak_gib"] for run in runs)
         losses = ", ".join(f"{loss:.3f}" for loss in runs[0]["losses"][:2])
-        rates[name] = tokens / wall
-        print(f"| {name} | {tokens / wall:.0f} | {tokens / cpu:.0f} | {peak:.2f} | {losses} |")
+        rates[name] = wall
+        print(f"| {name} | {wall:.0f} | {cpu:.0f} | {peak:.2f} | {losses} |")
+    print(f"of the limit {rates['lehr'] / limit:.0%}")
     if "TRL" in rates:
-        print(f"ratio {rates['lehr'] / rates['TRL']:.2f}, of the limit {rates['lehr'] / limit:.0%}")
+        print(f"ratio {rates['lehr'] / rates['TRL']:.2f}")
+    report_losses(equal_losses(ours, peers, options))
 
 
 if __name__ == "__main__":
