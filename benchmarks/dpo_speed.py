@@ -153,7 +153,8 @@ def report(
         print(f"| {name} | {wall:.2f} | {cpu:.2f} | {peak:.2f} | {losses} |")
     if "TRL" in rates:
         print(f"ratio {rates['lehr'] / rates['TRL']:.2f}")
-    report_losses(equal_losses(ours, peers, options))
+    if peers:
+        report_losses(equal_losses(ours, peers, options))
 
 
 if __name__ == "__main__":

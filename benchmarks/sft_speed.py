@@ -156,7 +156,8 @@ def report(
     print(f"of the limit {rates['lehr'] / limit:.0%}")
     if "TRL" in rates:
         print(f"ratio {rates['lehr'] / rates['TRL']:.2f}")
-    report_losses(equal_losses(ours, peers, options))
+    if peers:
+        report_losses(equal_losses(ours, peers, options))
 
 
 if __name__ == "__main__":

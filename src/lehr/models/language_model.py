@@ -16,6 +16,7 @@ from lehr.errors import Problem, RecipeError
 from lehr.models import adapters, saving
 from lehr.models.adapter_layers import AdapterSpec, LoraMixin
 from lehr.models.attention import attention, use_segments
+from lehr.models.gates import use_gated_silu
 from lehr.models.head import Head, TokenStats, divergence, head_of, token_stats
 from lehr.models.norms import use_fused_norms
 from lehr.models.peft_format import read_adapter, write_adapter
@@ -77,6 +78,7 @@ class LanguageModel(nn.Module):
         network.requires_grad_(False)
         use_segments(network)
         use_fused_norms(network)
+        use_gated_silu(network)
 
     @property
     def vocabulary_size(self) -> int:
