@@ -74,10 +74,12 @@ def in_turn(
         for _ in range(options.rounds):
             ours.append(_child([sys.executable, *module, "--model", options.model, *same]))
             if options.peer_python:
-                tokens = Path(folder) / "tokens.json"
-                tokens.write_text(json.dumps(ours[-1]["given"]))
-                given = [*peer, "--model", str(where), *same, "--rows", str(tokens)]
-                peers.append(_child([options.peer_python, *given]))
+                command = [options.peer_python, *peer, "--model", str(where), *same]
+                if "given" in ours[-1]:  # what lehr trained on, tokenized and in its order
+                    tokens = Path(folder) / "tokens.json"
+                    tokens.write_text(json.dumps(ours[-1]["given"]))
+                    command += ["--rows", str(tokens)]
+                peers.append(_child(command))
     return ours, peers
 
 
