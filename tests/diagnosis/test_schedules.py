@@ -67,3 +67,14 @@ def test_what_is_no_rate(bad: float) -> None:
 def test_nothing_and_zero() -> None:
     assert schedule_findings([]) == ["the schedule has no updates"]
     assert schedule_findings([0.0, 0.0]) == ["every rate is 0: nothing would be learnt"]
+
+
+def test_an_end_that_nothing_can_go_on_from() -> None:
+    """The curve of linear-to-zero has no update at 0: only the rate after it tells."""
+    linear = [1 - index / 10 for index in range(10)]
+    (found,) = schedule_findings(linear, 1.0, 0, rate_after=0.0)
+    assert "nothing can go on from its end" in found and "infinite" in found
+    assert schedule_findings(linear, 1.0, 0, rate_after=1e-4) == [found]
+    assert schedule_findings(cosine(100, 3), 1.0, 3, rate_after=0.1) == []
+    tail = [*linear, 0.0, 0.0]  # said once: the tail at zero is the worse of the two
+    assert len(schedule_findings(tail, 1.0, 0, rate_after=0.0)) == 1

@@ -43,3 +43,17 @@ def test_the_noise_scale_shows_in_metrics_and_events(run_dir):
     assert "noise scale" in said and "n 6" in said
     with pytest.raises(RecipeError, match="noise_scale_every: expected at least two micro-batches"):
         planned(run_dir, sft(noise_scale_every=1, pack_length=2048))
+
+
+def test_the_plan_counts_what_measuring_keeps(run_dir):
+    plain, _ = planned(run_dir, sft(packing=False))
+    noise, _ = planned(run_dir, sft(packing=False, noise_scale_every=2, micro_batch=3))
+    assert plain["stages"][0]["memory"]["watching"] == 0
+    one_gradient = noise["stages"][0]["memory"]["gradients"]
+    assert noise["stages"][0]["memory"]["watching"] == one_gradient > 0
+
+
+def test_the_plan_says_that_nothing_can_go_on_from_an_end_at_zero(run_dir):
+    for final, said in ((0.0, True), (0.1, False)):
+        found, _ = planned(run_dir, sft(schedule={"kind": "linear", "final": final}))
+        assert any("nothing can go on" in line for line in found["findings"]) is said

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lehr.diagnosis.watching_memory import NOTHING, Watching
 from lehr.models.head import chunk_rows
 from lehr.models.precision import compute_dtype
 
@@ -86,6 +87,7 @@ def forecast(
     head_chunk: int | None = None,
     moments: int = 2,
     activation_bytes: int | None = None,
+    watching: Watching = NOTHING,
 ) -> dict[str, int]:
     """Live bytes of a training stage by component, and their sum as "peak".
 
@@ -96,6 +98,7 @@ def forecast(
     moments            tensors that the optimizer (and a moving average) keeps beside each weight
     activation_bytes   of a micro-batch, where they have been measured; else nothing is recomputed
     head_chunk         predicted positions whose logits exist at once (default: the head's own)
+    watching           copies that the stage's measurements keep
 
     Trained tensors are fp32 (4 bytes, gradient 4, AdamW's two moments 8); frozen weights are in
     compute precision. Trained weights that are wider than the products also have a cast copy for
@@ -126,9 +129,11 @@ def forecast(
         # Logits as the product gives them, in fp32, and their gradient.
         "head": rows * vocabulary * (b + 8),
     }
+    forward = components["activations"] + components["head"]
+    components["watching"] = watching.bytes_over(trained_parameters * wide, forward)
     # Evaluations decode between updates, from a copy of the weights at most, while what only
     # an update needs is free.
-    let_go = components["gradients"] + components["activations"] + components["head"]
+    let_go = components["gradients"] + forward + components["watching"]
     components["decoding"] = max(0, parameters * b - let_go)
     return {**components, "peak": sum(components.values())}
 

@@ -15,12 +15,16 @@ JUMP = 2.0  # a rate that rises by this factor after the warm-up
 
 
 def schedule_findings(
-    curve: Sequence[float], peak: float | None = None, warmup_updates: float | None = None
+    curve: Sequence[float],
+    peak: float | None = None,
+    warmup_updates: float | None = None,
+    rate_after: float | None = None,
 ) -> list[str]:
     """Sentences about what is odd in a curve of learning rates; empty where nothing is.
 
     peak           the recipe's learning_rate, where known
     warmup_updates updates of warm-up, where known
+    rate_after     the rate that the update after the last one would have, where known
 
     >>> schedule_findings([0.5, 1.0, 0.75, 0.5, 0.25], peak=1.0)
     []
@@ -56,6 +60,11 @@ def schedule_findings(
         findings.append(
             f"the last {tail} of {updates} updates have (almost) no rate: they cost time "
             "and teach nothing"
+        )
+    elif rate_after is not None and rate_after <= NEARLY_ZERO * highest:
+        findings.append(
+            "the rate ends at (almost) 0: good for a last run; nothing can go on from its end "
+            "without warming up again (final above 0, or infinite, leaves a rate to go on with)"
         )
     jump = _jump(curve, at_highest)
     if jump is not None:

@@ -17,6 +17,7 @@ import torch
 from lehr.diagnosis.machine import BUSY, choose_precision, describe_machine
 from lehr.diagnosis.planner import forecast, operations_per_update, seconds_per_update
 from lehr.diagnosis.schedules import schedule_findings
+from lehr.diagnosis.watching_memory import Watching, watching_of
 from lehr.errors import OutOfResources, Problem, RecipeError
 from lehr.models.loading import model_fingerprint, require_template, resolve_spec
 from lehr.pipeline.admission import admit
@@ -225,7 +226,12 @@ def _settle(
         trained = parameters if planned.trains_all else _adapter_parameters(recipe, stage, bench)
         settings = planned.settings(precision)
         moments = settings.optimizer.moments + (settings.ema is not None)
-        sizes = (parameters, trained, moments)
+        watching = watching_of(
+            settings.noise_scale_every,
+            settings.gradient_flow_every,
+            settings.optimizer.watch_every,
+        )
+        sizes = (parameters, trained, moments, watching)
         packs = planned.first_packs(recipe.seed)
         tokens = sum(one.tokens for one in packs)
         longest = max(int(one.segments.length.max()) for one in packs)
@@ -303,6 +309,7 @@ def _settle(
                 settings.schedule.curve(settings.learning_rate, planned.updates),
                 settings.learning_rate,
                 as_updates(settings.schedule.warmup, planned.updates),
+                settings.rate(planned.updates),
             )
         ]
 
@@ -326,13 +333,13 @@ def _require_memory(planned: PlannedStage, needed: int, limit: int) -> None:
 
 def _memory(
     model: Any,
-    sizes: tuple[int, int, int],
+    sizes: tuple[int, int, int, Watching],
     precision: str,
     pack_tokens: int,
     recompute: Settled | None,
     packs: int,
 ) -> dict[str, int]:
-    parameters, trained, moments = sizes
+    parameters, trained, moments, watching = sizes
     measured = None if recompute is None else recompute.activation_bytes(packs * pack_tokens)
     return forecast(
         model.config,
@@ -344,6 +351,7 @@ def _memory(
         model.vocabulary_size,
         moments=moments,
         activation_bytes=measured,
+        watching=watching,
     )
 
 

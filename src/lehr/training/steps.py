@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-SAMPLE = 20_000  # parameters of a tensor that the shares are estimated from
+SAMPLE = 200_000  # parameters of a group that the percentiles are taken from, or a few more
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,14 @@ def effective_steps(optimizer: Optimizer, before: Mapping[str, Tensor]) -> list[
     found = []
     for group in optimizer.param_groups:
         count, moved, size, rates = 0, 0.0, 0.0, []
+        stride = max(1, sum(parameter.numel() for parameter in group["params"]) // SAMPLE)
         for name, parameter in zip(group["names"], group["params"], strict=True):
             change = parameter.detach() - before[name]
             count += change.numel()
             moved += float(change.double().square().sum())
             size += float(before[name].double().square().sum())
             if parameter.grad is not None:
-                rates.append(_rates(change, parameter.grad))
+                rates.append(_rates(change, parameter.grad, stride))
         low, middle, high = _percentiles(torch.cat(rates) if rates else torch.empty(0))
         step, weight = math.sqrt(moved / max(count, 1)), math.sqrt(size / max(count, 1))
         names = tuple(group["names"])
@@ -71,9 +72,8 @@ def effective_steps(optimizer: Optimizer, before: Mapping[str, Tensor]) -> list[
     return found
 
 
-def _rates(change: Tensor, gradient: Tensor) -> Tensor:
-    """|change| / |gradient| of evenly spaced parameters whose gradient is not 0."""
-    stride = max(1, change.numel() // SAMPLE)
+def _rates(change: Tensor, gradient: Tensor, stride: int) -> Tensor:
+    """|change| / |gradient| of every `stride`-th parameter, where the gradient is not 0."""
     moved, pulled = change.flatten()[::stride].abs(), gradient.flatten()[::stride].abs()
     return (moved[pulled > 0] / pulled[pulled > 0]).float().cpu()
 
