@@ -24,6 +24,28 @@ def test_uneven_micro_batches(tmp_path):
     assert engine.model.weight.item() == pytest.approx(-1.0)
 
 
+def test_three_tokens_and_one(tmp_path):
+    """Losses 1, 2, 3 in one micro-batch and 10 in the next: 16 / 4, not (2 + 10) / 2."""
+    packs = [make_pack([1, 1], item=loss) for loss in (1, 2, 3, 10)]
+    engine = make_engine(
+        tmp_path, 1, model=Weight(), objective=Oracle(), batches=InOrder(packs, 4), micro_batch=3,
+        evaluate=None, optimizer=OptimizerSettings("sgd"), learning_rate=1.0, clip=None,
+        schedule=Schedule("constant", warmup=0),
+    )  # fmt: skip
+    engine.run()
+    means = [(1 + 2 + 3) / 3, 10.0]
+    assert lines_of(tmp_path)[0]["loss"] == 4.0 != sum(means) / 2 == 6.0
+    assert engine.model.weight.item() == pytest.approx(-1.0), "an update counts once"
+
+
+class InOrder(Cycle):
+    """The rows as they stand."""
+
+    def next(self):
+        self.position += self.size
+        return self.packs
+
+
 def test_uneven_ranks(tmp_path):
     """6 tokens at 1.0 on one rank, 2 at 5.0 on the other: 2.0, not 3.0."""
     for result in run_ranks(tmp_path, 2, oracle_work, [6, 2], [1, 5]):

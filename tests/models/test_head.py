@@ -150,6 +150,26 @@ def test_chunks_change_no_number(chunk):
         assert oracle.relative_gap(one, two) < 1e-5
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("chunk", [1, 5, 100])
+def test_z_loss_in_chunks_is_that_of_the_whole(chunk, frozen):
+    """c log^2 Z over all positions: value, and the gradient 2 c log Z softmax, in float64."""
+    hidden = _some(30, 6).double().requires_grad_()
+    weight = _some(50, 6, seed=1).double().requires_grad_(not frozen)
+    index, targets = torch.arange(30).flip(0)[:23], torch.arange(23)
+    stats = token_stats(hidden, index, targets, Head(weight), chunk=chunk)
+    logits = hidden[index] @ weight.T
+    log_z = torch.logsumexp(logits, 1)
+    assert (stats.log_z - log_z).abs().max() < 1e-12
+    wanted = [hidden] if frozen else [hidden, weight]
+    found = torch.autograd.grad(0.5 * stats.log_z.square().sum(), wanted)
+    expected = torch.autograd.grad(0.5 * log_z.square().sum(), wanted, retain_graph=True)
+    by_hand = (log_z[:, None] * torch.softmax(logits, 1)).detach() @ weight.detach()
+    assert (found[0][index] - by_hand).abs().max() < 1e-12
+    for one, two in zip(found, expected, strict=True):
+        assert (one - two).abs().max() < 1e-12
+
+
 def test_tied_weight_gets_both_gradients():
     weight = _some(50, 6, seed=1, dtype=torch.float64).requires_grad_()
     ids, targets = torch.tensor([3, 7, 3, 9]), torch.tensor([7, 3, 9, 1])
