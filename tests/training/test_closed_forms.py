@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -86,7 +87,7 @@ def test_no_rate_is_far_from_the_one_before(kind: str) -> None:
     """Continuity: a step is at most the warm-up's, or pi / 2 of the decay's mean step."""
     for updates in (50, 500):
         rates = Schedule(kind, 0.1, decay=0.5, final=0.0).curve(1.0, updates)
-        largest = max(abs(b - a) for a, b in zip(rates, rates[1:], strict=False))
+        largest = max(abs(b - a) for a, b in itertools.pairwise(rates))
         assert largest <= 10 / updates + 1e-12
         assert rates[0] == pytest.approx(10 / updates)
 
