@@ -191,9 +191,21 @@ def doctor(
     unigram: Annotated[
         float | None, typer.Option("--unigram-entropy", help="Of the targets, in nats.", min=0)
     ] = None,
+    spike: Annotated[
+        int | None,
+        typer.Option("--spike", help="What made update N of a run jump: data or state?", min=1),
+    ] = None,
+    stage: Annotated[str, typer.Option("--stage", help="With --spike: not the last one.")] = "",
+    from_start: Annotated[
+        bool, typer.Option("--from-start", help="With --spike: without an older checkpoint.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """What is wrong with this curve: findings, causes, the test that decides, the remedy."""
+    if spike is not None:
+        from lehr.cli.spike import spike_verb
+
+        return spike_verb(curve, spike, stage, from_start, as_json=as_json)
     from lehr.cli.doctor import doctor_verb
 
     known = {"vocabulary": vocabulary, "accumulation": accumulation, "unigram_entropy": unigram}

@@ -70,6 +70,22 @@ def claimed(folder: Path, name: str, fresh: bool) -> Iterator[Path]:
         yield folder
 
 
+@contextmanager
+def at_rest(folder: Path) -> Iterator[Path]:
+    """The folder of a run while no process works in it; nothing is written.
+
+    Raises RecipeError where one does.
+    """
+    try:
+        lock = (folder / LOCK).open("r", encoding="utf-8")
+    except OSError:  # a folder of an earlier version, or without its hidden files
+        yield folder
+        return
+    with lock:
+        _lock(lock, folder, alone=False)
+        yield folder
+
+
 def empty(folder: Path) -> None:
     """Remove what a run wrote, and nothing else."""
     for path in folder.iterdir():
@@ -124,13 +140,13 @@ def _owner(folder: Path) -> str:
         return ""
 
 
-def _lock(lock: IO[str], folder: Path) -> None:
+def _lock(lock: IO[str], folder: Path, alone: bool = True) -> None:
     if os.name != "posix":  # no advisory locks there: the check for a foreign run remains
         return
     import fcntl
 
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except OSError:
         raise RecipeError(
             Problem(str(folder), "a folder in which no other lehr process is at work")

@@ -60,12 +60,18 @@ class Prepared:
 
 
 def prepare(
-    recipe: Any, folder: Path, events: Events, stored: Any = None, write: bool = True
+    recipe: Any,
+    folder: Path,
+    events: Events,
+    stored: Any = None,
+    write: bool = True,
+    cache: Path | None = None,
 ) -> Prepared:
     """Read, load, encode and plan. Raises RecipeError and OutOfResources, all problems at once.
 
     stored  an earlier plan.json, whose measured choices are kept where they still apply
             (default: the folder's). write: put plan.json and audits into the folder.
+    cache   where encoded rows are kept (default: the folder's .cache)
     """
     sources = read_all(recipe)
     stored = _readable(stored or read_json(folder / "plan.json"))
@@ -91,7 +97,7 @@ def prepare(
     float8 = require_precision(recipe, model, precision["value"])
     if "fp8" in recipe.export:  # refused now, not after the training
         chosen_layers(model.network)
-    stages, encoded = _stages(recipe, sources, bench, folder)
+    stages, encoded = _stages(recipe, sources, bench, cache or folder / ".cache")
     unknown = target_problems(recipe, stages, model.network)
     if unknown:
         raise RecipeError(unknown)
@@ -177,12 +183,11 @@ def trains_all(recipe: Any, stage: Any, tiny_untrained: bool) -> bool:
 
 
 def _stages(
-    recipe: Any, sources: Mapping[str, ReadSource], bench: Workbench, folder: Path
+    recipe: Any, sources: Mapping[str, ReadSource], bench: Workbench, cache: Path
 ) -> tuple[list[PlannedStage], dict[tuple[Any, ...], EncodedSource]]:
     stages: list[PlannedStage] = []
     encoded: dict[tuple[Any, ...], EncodedSource] = {}
     problems: list[Problem] = []
-    cache = folder / ".cache"
     for index, stage in enumerate(recipe.stages):
         found: dict[str, EncodedSource] = {}
         for name in stage.mixture():
