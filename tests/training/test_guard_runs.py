@@ -37,8 +37,8 @@ class Pull:
     """L = ½ |at − x|² of each row. `kicks`: rows whose loss is as usual, but whose gradient is
     another: six times a row's, and wrong. `loud`: rows that lie far away. `broken`: NaN."""
 
-    def __init__(self, kicks=(), loud=(), broken=()):
-        self.kicks, self.loud, self.broken = kicks, loud, broken
+    def __init__(self, kicks=(), loud=(), broken=(), kick=8.0):
+        self.kicks, self.loud, self.broken, self.kick = kicks, loud, broken, kick
 
     def weight(self, pack):
         return float(len(pack.items))
@@ -50,7 +50,7 @@ class Pull:
             x = model.drop(x) + (40.0 if item in self.loud else 0.0)
             one = 0.5 * (model.at - x).square().sum()
             if item in self.kicks:
-                kick = 8.0 * model.at.sum()
+                kick = self.kick * model.at.sum()
                 one = one.detach() + kick - kick.detach()
             if item in self.broken:
                 one = one * math.nan
