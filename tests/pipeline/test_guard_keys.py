@@ -13,6 +13,7 @@ from tests.pipeline.test_keys_have_effects import run_dir, sft, trained  # noqa:
 
 from lehr.cli.main import main
 from lehr.errors import Diverged, RecipeError
+from lehr.models.language_model import LanguageModel
 from lehr.objectives.base import Loss
 from lehr.objectives.language import Language
 from lehr.recipe.loading import dump_recipe, load_recipe, recipe_hash
@@ -68,7 +69,8 @@ def test_words_and_mappings(run_dir):
 
     assert settings("skip").policy == "skip" and settings(False).policy == "off"
     assert settings({"limit": 5}).policy == "rewind"
-    for wrong in ("pause", {"limit": 0}, {"window": 8}, {"rewinds": -1}, True):
+    wrong_ones = ({"limit": 0}, {"window": 8}, {"rewinds": -1}, {"attention_queries": -1})
+    for wrong in ("pause", *wrong_ones, True):
         with pytest.raises(RecipeError, match="guard"):
             settings(wrong)
     with pytest.raises(RecipeError, match=r"quarantine\.jsonl of a run"):
@@ -170,6 +172,27 @@ def test_a_record_is_part_of_the_recipes_hash_and_its_path_is_not(run_dir):
         (run_dir / "moved" / "recipe.yaml").write_text(dump_recipe(recipe, run_dir / "moved"))
         assert recipe_hash(load_recipe(run_dir / "moved" / "recipe.yaml")) == hashes[-1]
     assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_attention_logits_are_sampled_where_that_is_asked(run_dir, monkeypatch):
+    """A column that moves no number; the guard judges it."""
+    keys = {"packing": False, "precision": "fp32"}
+    plain = trained(run_dir, "plain", sft(**keys))
+    assert not any("objective.attention_logit" in row for row in metrics(plain))
+    watched = trained(run_dir, "watched", sft(guard={"attention_queries": 2}, **keys))
+    assert all(row["objective.attention_logit"] > 0 for row in metrics(watched))
+    assert losses(watched) == losses(plain)
+
+    honest, calls = LanguageModel.largest_attention_logit, []
+
+    def jumps(self):
+        calls.append(1)
+        return honest(self) * (100.0 if len(calls) == 20 else 1.0)
+
+    monkeypatch.setattr(LanguageModel, "largest_attention_logit", jumps)
+    place = trained(run_dir, "jump", guarded({"policy": "skip", "attention_queries": 1}))
+    (skipped,) = [row for row in metrics(place) if row["skipped"]]
+    assert (skipped["attempt"], skipped["guard.signal"]) == (20, "attention logit")
 
 
 def test_z_loss_shows_and_holds_log_z(run_dir):

@@ -91,6 +91,7 @@ WITNESSES = {
     "stages.*.guard.limit": "guard.limit of metrics.jsonl; training/guard.py",
     "stages.*.guard.window": "guard.limit of metrics.jsonl; training/robust.py",
     "stages.*.guard.rewinds": "guard_went_back events, status 4; training/guarding.py",
+    "stages.*.guard.attention_queries": "objective.attention_logit; models/attention_watch.py",
     "stages.*.guard.quarantine": "skipped lines of metrics.jsonl; training/quarantine.py",
     "stages.*.precision": "precision of plan.json and its reason; pipeline/planning.py",
     "stages.*.loss_scale.init": "loss_scale of metrics.jsonl; training/loss_scale.py",

@@ -135,7 +135,11 @@ def test_its_state_comes_back():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"policy": "pause"}, {"limit": 0.5}, {"window": 8}, {"rewinds": -1}]
+    "wrong",
+    [
+        *({"policy": "pause"}, {"limit": 0.5}, {"window": 8}, {"rewinds": -1}),
+        {"attention_queries": -1},
+    ],
 )
 def test_settings_are_checked(wrong):
     (name,) = wrong

@@ -278,3 +278,8 @@ def test_the_guard_of_a_network_resumes_exactly(tmp_path):
         again = make_engine(place, 40, batches=Cycle(rows(13), 2), **values)
         assert again.run().resumed_from == at
         assert outcome(place, again) == outcome(tmp_path / "straight", straight)
+
+
+def test_a_model_that_shows_no_attention_logits_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match=r"guard\.attention_queries.*does not show"):
+        engine(tmp_path, guard=replace(REWIND, attention_queries=1))

@@ -84,6 +84,8 @@ def segment_attention(
     # Rotary embeddings under autocast return fp32 queries beside bf16 values.
     query_htd = query[0].to(value.dtype)
     key_ktd, value_ktd = key[0].to(value.dtype), value[0]
+    if segments.watch is not None:
+        segments.watch.look(query_htd, key_ktd, segments, scale, sliding_window)
     direct = (
         query.device.type == "cpu"
         and softcap is None

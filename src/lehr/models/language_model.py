@@ -16,6 +16,7 @@ from lehr.errors import Problem, RecipeError
 from lehr.models import adapters, saving
 from lehr.models.adapter_layers import AdapterSpec, LoraMixin
 from lehr.models.attention import attention, use_segments
+from lehr.models.attention_watch import AttentionWatch
 from lehr.models.gates import use_gated_silu
 from lehr.models.head import Head, TokenStats, divergence, head_of, token_stats
 from lehr.models.norms import use_fused_norms
@@ -69,6 +70,7 @@ class LanguageModel(nn.Module):
         self.precision = precision
         self.trains_all = False
         self._recomputation: Recomputation | None = None
+        self._attention_watch: AttentionWatch | None = None
         self.packs_exactly = True  # False: sequences are computed one by one (admission)
         # transformers drops the embedding's gradient at its padding id; where pad = eos that
         # would leave the end token half trained. Packs hold no padding.
@@ -93,6 +95,8 @@ class LanguageModel(nn.Module):
     def hidden(self, pack: Pack) -> Tensor:
         """Final hidden states [T, d] of a pack, through the attention over segments."""
         plan = plan_segments(pack.segments, pack.tokens)
+        if torch.is_grad_enabled():  # what is trained on: no reference, no evaluation
+            plan.watch = self._attention_watch
         with self._autocast():
             states: Tensor = self.network.base_model(
                 input_ids=pack.ids.to(self.device)[None],
@@ -150,6 +154,14 @@ class LanguageModel(nn.Module):
     def head(self) -> Head:
         """The head as it is now; `.detached()` survives a later `as_of`."""
         return head_of(self.network)
+
+    def watch_attention(self, queries: int) -> None:
+        """Sample the attention logits of so many queries of a segment from now on; 0: no more."""
+        self._attention_watch = AttentionWatch(queries) if queries else None
+
+    def largest_attention_logit(self) -> float | None:
+        """Of the passes with gradients since it was asked last; None where none was sampled."""
+        return None if self._attention_watch is None else self._attention_watch.take()
 
     # What trains
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,19 +24,28 @@ class Span:
         return sum(length for _, length in self.context)
 
 
+class LooksAtAttention(Protocol):
+    """Told of query [H, T, D] and key [K, T, D] of every attention layer."""
+
+    def look(
+        self, query: Tensor, key: Tensor, plan: SegmentPlan, scale: float, window: int | None
+    ) -> None: ...
+
+
 @dataclass
 class SegmentPlan:
     """Segments as Python numbers, in order of their start; made once per pack.
 
     `calls` counts attention layers that used the plan: a model that ignores the
     attention interface leaves it at 0. `layouts` is where an attention keeps what it
-    makes of the plan once.
+    makes of the plan once. `watch` is told of each layer's queries and keys.
     """
 
     tokens: int
     spans: tuple[Span, ...]
     calls: int = 0
     layouts: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    watch: LooksAtAttention | None = None
     _masks: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
 
     def pairs(self, window: int | None = None) -> int:

@@ -18,7 +18,9 @@ def guard_of(stage: Any) -> GuardSettings | None:
     guard = stage.guard
     if guard.policy == "off":
         return None
-    return GuardSettings(guard.policy, guard.limit, guard.window, guard.rewinds)
+    return GuardSettings(
+        guard.policy, guard.limit, guard.window, guard.rewinds, guard.attention_queries
+    )
 
 
 def adaptive_clip_of(stage: Any) -> AdaptiveClipSettings | None:

@@ -37,6 +37,9 @@ class Guarding(Section):
         default=128, description="accepted updates that a new one is compared with"
     )
     rewinds: Rows = Field(default=3, description="how often a stage may go back; then it stops")
+    attention_queries: Rows = Field(
+        default=0, description="of each segment, whose attention logits are watched; 0: none"
+    )
     quarantine: Annotated[Text | None, BeforeValidator(as_nothing)] = Field(
         default=None, description="a record of batches to leave out: quarantine.jsonl of a run"
     )

@@ -33,6 +33,7 @@ from lehr.training.gradient_flow import GradientFlow
 from lehr.training.guard import Guard
 from lehr.training.guarding import RunGuard
 from lehr.training.interrupts import Interrupts
+from lehr.training.logit_watch import LogitWatch
 from lehr.training.metrics import MetricsFile, strict
 from lehr.training.noise_meter import NoiseMeter
 from lehr.training.numerics import Numerics
@@ -96,6 +97,7 @@ class Engine:
         every = settings.gradient_flow_every
         self._flow = GradientFlow(model, self._trained, every, self._emit)
         self._noise = NoiseMeter(self._trained, settings.noise_scale_every, self._emit)
+        self._logits = LogitWatch(model, settings.guard.attention_queries if settings.guard else 0)
         self._optimizer = make_optimizer(self.numerics.moved, settings.optimizer, rules)
         ema = settings.ema
         self._average = None if ema is None else Average(ema, self._trained, self._buffers)
@@ -126,7 +128,7 @@ class Engine:
         """
         if self.progress.attempt:
             raise RuntimeError("an engine runs once; make a new one to resume")
-        with self._interrupts, self._surroundings(), self._norms.watched():
+        with self._interrupts, self._surroundings(), self._norms.watched(), self._logits:
             if (converted := self.numerics.convert()) is not None:
                 self._emit(converted)
             self._first_batches = self._batches.state()
@@ -284,7 +286,7 @@ class Engine:
             bad = ("gradient norm",)
         overflow = measured.nonfinite if self.numerics.overflowed(done.loss, bad) else ()
         bad = (*bad, *self.numerics.flagged()) if bad else ()
-        means = done.metrics.means()
+        means = done.metrics.means() | self._logits.metrics()
         alarm = None if bad else self._guard.judge(done.loss, measured.norm, means)
         return Verdict(
             done.loss, measured.norm, bad, done.nonfinite, means, overflow, alarm, measured.norms

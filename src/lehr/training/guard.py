@@ -27,7 +27,7 @@ _KINDS = {
     GRADIENT: Kind(logarithm=True, absolute=0.15),
     STEP: Kind(logarithm=True, absolute=0.15),
     "log Z": Kind(logarithm=False, absolute=0.25),
-    "attention logit": Kind(logarithm=True, absolute=0.15),
+    "attention logit": Kind(logarithm=False, absolute=0.5, relative=0.05),
 }
 _COLUMNS = {"log_z": "log Z", "attention_logit": "attention logit"}  # of the objective's metrics
 _SOURCE = "source."
@@ -42,12 +42,14 @@ class GuardSettings:
     limit    spreads above the median that are usual
     window   accepted values that a signal is compared with
     rewinds  how often a run may go back; then it stops
+    attention_queries  of each segment and layer, whose attention logits are watched; 0 = none
     """
 
     policy: str = "rewind"
     limit: float = 8.0
     window: int = 128
     rewinds: int = 3
+    attention_queries: int = 0
 
     def problems(self) -> list[Problem]:
         """Everything that is wrong with these values."""
@@ -61,6 +63,9 @@ class GuardSettings:
             found.append(Problem("guard.window", expected, self.window))
         if not _is_whole(self.rewinds) or self.rewinds < 0:
             found.append(Problem("guard.rewinds", "a whole number, at least 0", self.rewinds))
+        if not _is_whole(self.attention_queries) or self.attention_queries < 0:
+            value = self.attention_queries
+            found.append(Problem("guard.attention_queries", "a whole number, at least 0", value))
         return found
 
 
