@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lehr.errors import RecipeError
-from lehr.models.loading import load_model
+from lehr.models.loading import load_model, resolve_spec
 from lehr.models.precision import PRECISIONS, compute_dtype, trained_dtype
-from lehr.models.probe import admission_probe
+from lehr.models.probe import admission_probe, probe_pack
 from lehr.models.tiny import count_parameters, make_tiny, parameters_of, tiny_config, vocabulary_for
 
 CORPUS = [f"Rule {n}: the keeper of room {n} opens at {n % 12} o'clock." for n in range(200)]
@@ -83,3 +83,50 @@ def test_it_is_admitted_in_every_precision(precision):
     model.train_all()
     assert model.network.dtype == trained_dtype(precision)
     assert admission_probe(model) == []
+
+
+def test_qk_norm_is_the_same_model_with_two_more_norms_a_layer():
+    (plain, _), (normed, _) = (make_tiny(f"0.2m{more}", CORPUS, 3) for more in ("", "+qk_norm"))
+    own, others = dict(plain.named_parameters()), dict(normed.named_parameters())
+    more = sorted(others.keys() - own.keys())
+    config = normed.config
+    assert len(more) == 2 * config.num_hidden_layers
+    assert all(name.endswith(("q_norm.weight", "k_norm.weight")) for name in more)
+    assert own.keys() <= others.keys()
+    assert all(torch.equal(own[name], others[name]) for name in own), "the same bits to begin with"
+    count = sum(p.numel() for p in normed.parameters())
+    shape = (config.hidden_size, config.num_hidden_layers, config.intermediate_size)
+    heads = (config.num_attention_heads, config.num_key_value_heads)
+    assert count == count_parameters(*shape, *heads, config.vocab_size, qk_norm=True)
+
+
+def test_qk_norm_bounds_the_attention_logits():
+    """|q . k| scale <= sqrt(head size), however large the projections have grown."""
+    bounds = {}
+    for more in ("", "+qk_norm"):
+        model = load_model(f"tiny:0.1m{more}", corpus=lambda: CORPUS)
+        with torch.no_grad():
+            for name, weight in model.network.named_parameters():
+                if "q_proj" in name or "k_proj" in name:
+                    weight.mul_(30.0)
+        model.watch_attention(100)
+        model.add_adapter(rank=2)
+        model.hidden(probe_pack([(torch.arange(40), -1)]))
+        bounds[more] = model.largest_attention_logit()
+    size = model.config.head_dim
+    assert bounds["+qk_norm"] <= size**0.5 * (1 + 1e-5) < bounds[""]
+
+
+def test_a_normed_one_is_admitted_and_comes_back_from_its_folder(tmp_path):
+    model = load_model("tiny:0.1m+qk_norm", corpus=lambda: CORPUS)
+    assert admission_probe(model) == []
+    model.save_full(tmp_path / "saved")
+    again = load_model(str(tmp_path / "saved"))
+    one = probe_pack([(torch.arange(20), -1)])
+    with torch.no_grad():
+        assert torch.equal(again.hidden(one), model.hidden(one))
+
+
+def test_its_fingerprint_is_another_one():
+    kinds = [resolve_spec(f"tiny:1m{more}").fingerprint for more in ("", "+qk_norm")]
+    assert kinds[0] == resolve_spec("tiny:1000k").fingerprint != kinds[1]

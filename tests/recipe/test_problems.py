@@ -171,6 +171,7 @@ def test_a_top_key_that_is_wrong(top, sft, problems_of):
 
 MODELS = {
     "tiny:big": "tiny:SIZE, as in tiny:300k",
+    "tiny:1m+norm": "or tiny:1m+qk_norm",
     "./nowhere": "a file that exists",
     "model.gguf": "a file that exists",
     "two words": "a name known to lehr fetch",

@@ -13,7 +13,7 @@ from lehr.errors import Problem, RecipeError
 from lehr.models import fetch as fetching
 from lehr.models.gguf_files import check_gguf
 from lehr.models.peft_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from lehr.models.tiny import parameters_of
+from lehr.models.tiny import QK_NORM, parameters_of
 from lehr.recipe.adapters import is_adapter, named_base
 from lehr.streams import content_hash, file_hash
 
@@ -48,7 +48,8 @@ def resolve_spec(spec: str, folder: Path | None = None) -> ModelSource:
     """
     if spec.startswith(_TINY):
         size = spec.removeprefix(_TINY)
-        return ModelSource("tiny", spec, None, content_hash(["tiny", parameters_of(size)]))
+        parts = ["tiny", parameters_of(size), *([QK_NORM] if size.endswith(QK_NORM) else [])]
+        return ModelSource("tiny", spec, None, content_hash(parts))
     if spec in fetching.KNOWN:
         known = fetching.models_folder() / spec
         here = known if fetching.is_whole(known) else None

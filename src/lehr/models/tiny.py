@@ -1,4 +1,9 @@
-"""Tiny models made from scratch: a Llama architecture and a tokenizer of the run's own text."""
+"""Tiny models made from scratch, with a tokenizer of the run's own text.
+
+`1m` is a Llama architecture; `1m+qk_norm` the same with Qwen3's norms: each head's queries and
+keys go through an RMSNorm before they are rotated, which bounds the attention logits (Henry et
+al. 2020, arXiv 2010.04245; Wortsman et al. 2023, arXiv 2309.14322, section 3.1.1).
+"""
 
 from __future__ import annotations
 
@@ -16,18 +21,20 @@ END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|padding|>"
 SMALLEST, LARGEST = 100_000, 10_000_000
 CONTEXT_TOKENS = 2048
+QK_NORM = "+qk_norm"
 _TOLERANCE = 0.10
 
 
 def parameters_of(size: str) -> int:
-    """Parameters that a size names: `1m`, `0.5m`, `200k`.
+    """Parameters that a size names: `1m`, `0.5m`, `200k`, `1m+qk_norm`.
 
     Raises RecipeError outside 0.1m to 10m.
 
     >>> parameters_of("0.5m")
     500000
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([km])", size.strip().lower())
+    plain = size.strip().lower().removesuffix(QK_NORM)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([km])", plain)
     count = round(float(match[1]) * {"k": 1e3, "m": 1e6}[match[2]]) if match else 0
     if not SMALLEST <= count <= LARGEST:
         raise RecipeError(
@@ -47,24 +54,28 @@ def vocabulary_for(parameters: int) -> int:
 
 
 def count_parameters(
-    hidden: int, layers: int, inner: int, heads: int, keys: int, vocabulary: int
+    hidden: int,
+    layers: int,
+    inner: int,
+    heads: int,
+    keys: int,
+    vocabulary: int,
+    qk_norm: bool = False,
 ) -> int:
     """All parameters of a Llama with tied embeddings, norms included."""
     head = hidden // heads
-    attention = hidden * head * (2 * heads + 2 * keys)
+    attention = hidden * head * (2 * heads + 2 * keys) + (2 * head if qk_norm else 0)
     return vocabulary * hidden + layers * (attention + 3 * hidden * inner + 2 * hidden) + hidden
 
 
-def tiny_config(parameters: int, vocabulary: int) -> Any:
-    """LlamaConfig with all parameters, embedding included, within 10 % of `parameters`.
+def tiny_config(parameters: int, vocabulary: int, qk_norm: bool = False) -> Any:
+    """A configuration with all parameters, embedding included, within 10 % of `parameters`.
 
     Among the shapes that fit, the one whose layers are nearest to what small models
     train best with (hidden about 24 times the layers).
 
     Raises RecipeError where no shape fits (a vocabulary too large for the size).
     """
-    from transformers import LlamaConfig
-
     best: tuple[float, tuple[int, int, int, int, int]] | None = None
     for hidden in range(32, 513, 16):
         heads = max(2, round(hidden / 32))
@@ -73,7 +84,8 @@ def tiny_config(parameters: int, vocabulary: int) -> Any:
         keys = next(k for k in (max(1, heads // 2), heads // 3, 1) if k and heads % k == 0)
         for layers in range(2, 13):
             for inner in range(hidden * 2, hidden * 3 + 1, 16):
-                count = count_parameters(hidden, layers, inner, heads, keys, vocabulary)
+                shape_of = (hidden, layers, inner, heads, keys)
+                count = count_parameters(*shape_of, vocabulary)
                 off = abs(count / parameters - 1)
                 if off > _TOLERANCE / 2:
                     continue
@@ -81,7 +93,7 @@ def tiny_config(parameters: int, vocabulary: int) -> Any:
                 width = abs(math.log(inner / (8 / 3 * hidden)))
                 score = shape + width + 2 * off
                 if best is None or score < best[0]:
-                    best = (score, (hidden, layers, inner, heads, keys))
+                    best = (score, shape_of)
     if best is None:
         raise RecipeError(
             Problem(
@@ -91,19 +103,51 @@ def tiny_config(parameters: int, vocabulary: int) -> Any:
             )
         )
     hidden, layers, inner, heads, keys = best[1]
-    return LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=keys,
-        max_position_embeddings=CONTEXT_TOKENS,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        initializer_range=1 / math.sqrt(hidden),
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )
+    return config_of_shape(hidden, layers, inner, heads, keys, vocabulary, qk_norm)
+
+
+def config_of_shape(
+    hidden: int,
+    layers: int,
+    inner: int,
+    heads: int,
+    keys: int,
+    vocabulary: int,
+    qk_norm: bool = False,
+) -> Any:
+    """The configuration of one shape: Llama's, or Qwen3's where queries and keys are normed."""
+    from transformers import LlamaConfig, Qwen3Config
+
+    values: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys,
+        "max_position_embeddings": CONTEXT_TOKENS,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "initializer_range": 1 / math.sqrt(hidden),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    if qk_norm:
+        return Qwen3Config(**values, head_dim=hidden // heads)
+    return LlamaConfig(**values)
+
+
+def network_of(config: Any, *seed_names: object) -> Any:
+    """The network of a configuration with fresh weights; the same names give the same bits.
+
+    With and without qk_norm the tensors that both have are equal. The global stream is put
+    back: making a model must not move anybody else's numbers.
+    """
+    from transformers import LlamaForCausalLM, Qwen3ForCausalLM
+
+    kind: Any = LlamaForCausalLM if config.model_type == "llama" else Qwen3ForCausalLM
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_for(*seed_names))
+        return kind(config).to(torch.float32)
 
 
 def train_tokenizer(corpus: Iterable[str], vocabulary: int) -> Any:
@@ -147,20 +191,17 @@ def make_tiny(size: str, corpus: Iterable[str], seed: int = 0) -> tuple[Any, Any
     The same size, corpus and seed give the same bits. Raises RecipeError for a size
     outside 0.1m to 10m and for an empty corpus.
     """
-    from transformers import LlamaForCausalLM
-
+    qk_norm = size.endswith(QK_NORM)
+    size = size.removesuffix(QK_NORM)
     parameters = parameters_of(size)
     texts = [text for text in corpus if text]
     if not texts:
         raise RecipeError(Problem("model", "text in the recipe's data to train a tokenizer on"))
     tokenizer = train_tokenizer(texts, vocabulary_for(parameters))
-    config = tiny_config(parameters, len(tokenizer))
+    config = tiny_config(parameters, len(tokenizer), qk_norm)
     config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id
-    # The global stream is put back: making a model must not move anybody else's numbers.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_for(seed, "tiny", size))
-        network = LlamaForCausalLM(config).to(torch.float32)
+    network = network_of(config, seed, "tiny", size)
     network.eval()
     generation = network.generation_config
     generation.bos_token_id = generation.eos_token_id = tokenizer.eos_token_id

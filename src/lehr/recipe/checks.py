@@ -68,8 +68,9 @@ def is_local_model(model: str) -> bool:
 def _check_recipe(document: Document, recipe: Recipe, folder: Path) -> None:
     model, template = recipe.model, recipe.template
     if model.startswith("tiny:"):
-        if not re.fullmatch(r"tiny:(\d+|\d*\.\d+)[kmKM]", model):
-            document.problem(("model",), "tiny:SIZE, as in tiny:300k or tiny:1m", model)
+        if not re.fullmatch(r"tiny:(\d+|\d*\.\d+)[kmKM](\+qk_norm)?", model):
+            expected = "tiny:SIZE, as in tiny:300k or tiny:1m, or tiny:1m+qk_norm"
+            document.problem(("model",), expected, model)
     elif is_local_model(model) and not _exists(folder, model):
         document.problem(("model",), _no_such_file(folder, model), model)
     elif not HUB_ID.fullmatch(model) and not _exists(folder, model):
