@@ -220,3 +220,26 @@ def test_adaptive_clip_shows(run_dir):
     assert all(one != other for n, one in enumerate(shown) for other in shown[:n])
     tensor = load_recipe(write_recipe(run_dir, sft(adaptive_clip="tensor"))).stages[0]
     assert tensor.adaptive_clip.kind == "tensor"
+
+
+def test_restarts_show(run_dir):
+    rows = {}
+    for name, restart in (
+        ("none", None),
+        ("moments", {"every": 2}),
+        ("rate", {"every": 2, "moments": False, "warmup": 2, "initial": 0.25}),
+    ):
+        keys = {"precision": "fp32", "schedule": {"kind": "constant", "warmup": 0}}
+        rows[name] = metrics(trained(run_dir, name, sft(restart=restart, **keys)))
+    assert ["restarted" in row for row in rows["moments"]] == [False, False, True, False]
+    assert losses_differ_from(rows, "moments") == 3 and losses_differ_from(rows, "rate") == 3
+    rates = [row["learning_rate"] / rows["none"][0]["learning_rate"] for row in rows["rate"]]
+    assert rates == pytest.approx([1.0, 1.0, 0.625, 1.0])
+    with pytest.raises(RecipeError, match=r"restart\.after_rewind"):
+        trained(run_dir, "wrong", sft(restart={"after_rewind": True}, guard="skip"))
+
+
+def losses_differ_from(rows: dict[str, list[dict[str, Any]]], name: str) -> int:
+    """The first attempt whose loss is another than without a restart, from 0."""
+    pairs = zip(rows["none"], rows[name], strict=True)
+    return next(n for n, (one, other) in enumerate(pairs) if one["loss"] != other["loss"])

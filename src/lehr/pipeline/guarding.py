@@ -9,6 +9,7 @@ from lehr.training import events as engine
 from lehr.training.clipping import AdaptiveClipSettings
 from lehr.training.guard import GuardSettings
 from lehr.training.quarantine import Quarantined, read_record
+from lehr.training.restarts import RestartSettings
 
 LISTED_ROWS = 50  # more stand in quarantine.jsonl only
 
@@ -30,6 +31,16 @@ def adaptive_clip_of(stage: Any) -> AdaptiveClipSettings | None:
         return None
     return AdaptiveClipSettings(
         adaptive_clip.kind, adaptive_clip.limit, adaptive_clip.decay, adaptive_clip.warmup
+    )
+
+
+def restart_of(stage: Any) -> RestartSettings | None:
+    """The optimizer's restarts within the stage, if the recipe asks for them."""
+    restart = stage.restart
+    if restart is None:
+        return None
+    return RestartSettings(
+        restart.every, restart.after_rewind, restart.moments, restart.warmup, restart.initial
     )
 
 

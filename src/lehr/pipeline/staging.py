@@ -13,7 +13,7 @@ import torch
 from lehr.data.loader import UpdateBatches
 from lehr.data.packing import fill, pack
 from lehr.data.shapes import Encoded
-from lehr.pipeline.guarding import adaptive_clip_of, guard_of
+from lehr.pipeline.guarding import adaptive_clip_of, guard_of, restart_of
 from lehr.pipeline.precision import float8_of, loss_scale_of
 from lehr.pipeline.recomputing import Settled
 from lehr.pipeline.sources import EncodedSource
@@ -92,6 +92,7 @@ class PlannedStage:
             ema=_average(stage.ema),
             clip=stage.clip,
             adaptive_clip=adaptive_clip_of(stage),
+            restart=restart_of(stage),
             guard=guard_of(stage),
             quarantine=self.quarantine,
             precision=precision,

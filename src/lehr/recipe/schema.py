@@ -48,7 +48,7 @@ from lehr.recipe.fields import (
     as_scale,
     as_scaling,
 )
-from lehr.recipe.stability import AdaptiveClip, Guarding
+from lehr.recipe.stability import AdaptiveClip, Guarding, Restart
 
 StageKind = Literal["pretrain", "sft", "preference"]
 Format = Literal["auto", "text", "chat", "pair", "labelled", "alpaca", "sharegpt", "completion"]
@@ -281,7 +281,7 @@ class Stage(Grown):
 
     LATER: ClassVar[tuple[str, ...]] = (
         *("ema", "loss_scale", "fp8", "stochastic_rounding", "gradient_flow_every"),
-        *("noise_scale_every", "scale_rate", "guard", "adaptive_clip"),
+        *("noise_scale_every", "scale_rate", "guard", "adaptive_clip", "restart"),
     )
 
     kind: StageKind
@@ -319,6 +319,9 @@ class Stage(Grown):
     )
     adaptive_clip: Annotated[AdaptiveClip | None, BeforeValidator(as_nothing)] = Field(
         default=None, description="a limit that follows the run: tensor, z_score, or a mapping"
+    )
+    restart: Annotated[Restart | None, BeforeValidator(as_nothing)] = Field(
+        default=None, description="of the optimizer within the stage: a mapping, or none"
     )
     guard: Annotated[Guarding, BeforeValidator(as_guard)] = Field(
         default_factory=Guarding, description="of unusual updates: its policy, or a mapping"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from lehr.recipe.fields import BelowOne, Count, Number, Rows, Section, Text, as_nothing
+from lehr.recipe.fields import BelowOne, Count, Number, Rows, Section, Text, Truth, as_nothing
 
 
 class AdaptiveClip(Section):
@@ -23,6 +23,20 @@ class AdaptiveClip(Section):
     )
     warmup: Annotated[Count | None, Field(ge=2), BeforeValidator(as_nothing)] = Field(
         default=None, description="updates that are only watched; 100 of tensor, 25 of z_score"
+    )
+
+
+class Restart(Section):
+    """The optimizer begins anew within a stage: moments emptied, the rate climbing again."""
+
+    every: Annotated[Count | None, BeforeValidator(as_nothing)] = Field(
+        default=None, description="updates between two restarts"
+    )
+    after_rewind: Truth = Field(default=False, description="where the guard went back")
+    moments: Truth = Field(default=True, description="empty the optimizer's moments")
+    warmup: Rows = Field(default=0, description="updates in which the rate climbs again")
+    initial: Number = Field(
+        default=0.0, ge=0, le=1, description="share of the rate that it climbs from"
     )
 
 

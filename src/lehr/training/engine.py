@@ -40,6 +40,7 @@ from lehr.training.numerics import Numerics
 from lehr.training.optimizers import GroupRule, make_optimizer, set_rate
 from lehr.training.progress import Progress, TrainingResult, result_of
 from lehr.training.quarantine import Quarantine
+from lehr.training.restarts import Restarts
 from lehr.training.settings import EngineSettings
 from lehr.training.state import copied, put_back, running_buffers, trained_parameters
 from lehr.training.steps import effective_steps
@@ -107,6 +108,7 @@ class Engine:
         adaptive = settings.adaptive_clip
         self._clip = None if adaptive is None else AdaptiveClip(adaptive)
         self._quarantine = Quarantine(folder, key, settings.quarantine)
+        self._restarts = Restarts(settings.restart, lambda: self._quarantine.returned_to)
         self._store = Store(
             folder, key, settings, self._trained, self._buffers, self._optimizer, self._emit,
             self._average, self.numerics, self._quarantine, guard, self._clip,
@@ -178,7 +180,8 @@ class Engine:
         known = self._guard.known(data.number, data.origins)
         verdict = self._backward(data) if known is None else QUARANTINED
         skipped = not ranks.all_true(verdict.fine)
-        learning_rate = self.settings.rate(self.progress.update)
+        update = self.progress.update
+        learning_rate = self.settings.rate(update) * self._restarts.share(update)
         steps = self.numerics.settle(skipped, verdict.overflow)
         fallen: tuple[events.Event, ...] = ()
         if skipped:
@@ -192,7 +195,8 @@ class Engine:
             noise = self._noise.columns(self.progress.update + 1, data.denominator)
             steps |= self._clipped(verdict)
             set_rate(self._optimizer, learning_rate)
-            self._guard.before_step()
+            restarted = self._restarts.begin(self._optimizer, update)
+            steps |= self._guard.before_step(restarted)
             steps |= self._step(self.progress.update + 1) | self._norms.apply()
             steps |= self._guard.after_step(data.number, self.progress.update + 1, learning_rate)
             steps |= self._flow.end(flow) | noise

@@ -148,6 +148,10 @@ class Guard:
             return None
         return Alarm(STEP, found.value, found.limit, found.usual)
 
+    def forget_steps(self) -> None:
+        """The optimizer begins anew: the steps so far say nothing about those to come."""
+        self._windows.pop(STEP, None)
+
     def unusual(self, attempt: int) -> bool:
         """Note an unusual attempt; True where so many were lately that skipping is no help."""
         self._unusual = [one for one in self._unusual if one > attempt - MEMORY] + [attempt]

@@ -72,9 +72,16 @@ class RunGuard:
         self._signals = signals_of(loss, norm, metrics)
         return self._guard.judge(self._signals)
 
-    def before_step(self) -> None:
+    def before_step(self, restarted: bool = False) -> dict[str, float]:
+        """restarted: the optimizer begins anew, so its steps are like none before.
+
+        Columns of metrics.jsonl.
+        """
         if self._step is not None:
             self._step.begin()
+        if restarted and self._guard is not None:
+            self._guard.forget_steps()
+        return {"restarted": 1.0} if restarted else {}
 
     def after_step(self, attempt: int, update: int, rate: float) -> dict[str, float]:
         """The attempt was applied; columns of metrics.jsonl."""

@@ -92,6 +92,12 @@ class Quarantine:
         """How often the run went back so far."""
         return max((one.rewind for one in self._own.values()), default=0)
 
+    @property
+    def returned_to(self) -> int | None:
+        """Applied updates of the state that the run went back to last; None = it never did."""
+        newest = max(self._own.values(), key=lambda one: one.rewind, default=None)
+        return newest.update if newest is not None and newest.rewind else None
+
     def add(self, entries: Iterable[Quarantined]) -> None:
         """Write the entries down: whole and on disk, or not at all."""
         for one in entries:

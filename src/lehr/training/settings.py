@@ -14,6 +14,7 @@ from lehr.training.loss_scale import LossScaleSettings
 from lehr.training.optimizers import OptimizerSettings, optimizer_problems
 from lehr.training.precision import precision_problems
 from lehr.training.quarantine import Quarantined
+from lehr.training.restarts import RestartSettings
 from lehr.training.schedules import Schedule, is_number, raise_problems, schedule_problems
 
 
@@ -26,6 +27,7 @@ class EngineSettings:
     ema               average of the weights beside them; None = none
     batch_norm        of a model that has batch norms
     clip              largest gradient norm (L2 over all trained tensors), None = no clipping
+    restart           moments emptied and the rate climbing again within the run; None = never
     adaptive_clip     limits that follow the run, after `clip`; None = none
     precision         fp32 | bf16 | fp16 | fp8 | pure_bf16; a model with its own `compute_dtype`
                       has settled it already, any other module runs under autocast
@@ -54,6 +56,7 @@ class EngineSettings:
     batch_norm: BatchNormSettings = field(default_factory=BatchNormSettings)
     clip: float | None = 1.0
     adaptive_clip: AdaptiveClipSettings | None = None
+    restart: RestartSettings | None = None
     precision: str = "fp32"
     loss_scale: LossScaleSettings | None = None
     fp8: Float8Settings | None = None
@@ -124,6 +127,9 @@ class EngineSettings:
             problems += self.adaptive_clip.problems()
         if self.guard is not None:
             problems += self.guard.problems()
+        if self.restart is not None:
+            goes_back = self.guard is not None and self.guard.policy == "rewind"
+            problems += self.restart.problems(self.optimizer.moments > 0, goes_back)
         if self.ema is not None:
             problems += self.ema.problems(self.updates)
         if _is_count(self.updates):
