@@ -3,7 +3,8 @@
 One arm for each precision. In all of them: dropout, batch norm (pooled, frozen late, measured
 anew for the average), groups of tensors, a schedule with an initial rate, the guard at a limit
 so low that it skips and goes back, adaptive clipping, z-loss, gradient flow, effective steps,
-early stop, the best weights kept. Averages, the noise scale: wherever the precision allows.
+early stop, the best weights kept, restarts. Averages and the noise scale wherever the precision
+allows.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from lehr.training.float8_recipe import Float8Settings
 from lehr.training.guard import GuardSettings
 from lehr.training.loss_scale import LossScaleSettings
 from lehr.training.optimizers import GroupRule, OptimizerSettings
+from lehr.training.restarts import RestartSettings
 from lehr.training.schedules import Schedule
 from lehr.training.settings import EngineSettings
 
@@ -42,6 +44,7 @@ COMMON: dict[str, Any] = {
     "checkpoint_every": 6,
     "checkpoints_kept": 3,
     "nonfinite_limit": 5,
+    "restart": RestartSettings(every=17, after_rewind=True, warmup=3, initial=0.2),
 }
 MEASURED = {"ema": AverageSettings(0.9, start_after=2), "noise_scale_every": 2}
 ARMS: dict[str, dict[str, Any]] = {
