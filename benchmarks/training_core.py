@@ -170,9 +170,10 @@ class Stream:
 
     epoch = 0.0
 
-    def __init__(self, tokenizer: Any, texts: list[str]) -> None:
+    def __init__(self, tokenizer: Any, texts: list[str], packs: int = PACKS) -> None:
         import torch
 
+        self._packs = packs
         ids: list[int] = []
         for text in texts[:1500]:
             ids += tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -193,8 +194,8 @@ class Stream:
     def next(self) -> list[Any]:
         from lehr.models.probe import probe_pack
 
-        taken = [self._rows[(self._next + n) % len(self._rows)] for n in range(PACKS)]
-        self._next += PACKS
+        taken = [self._rows[(self._next + n) % len(self._rows)] for n in range(self._packs)]
+        self._next += self._packs
         return [probe_pack([(ids, -1)]) for ids in taken]
 
     def state(self) -> Any:
