@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lehr.training import events
+from lehr.training.gradients import squared
 from lehr.training.layers import SHORTEST, LayerFlow, judge, layers_of
 from lehr.training.metrics import gather
 from lehr.training.state import copied
@@ -105,7 +106,7 @@ class GradientFlow:
             gradient = self._trained[name].grad
             count += self._trained[name].numel()
             if gradient is not None:
-                squares += float(gradient.double().square().sum())
+                squares += squared(gradient)
         return math.sqrt(squares / count)
 
     def _dead(self, names: Sequence[str]) -> float:
@@ -114,16 +115,16 @@ class GradientFlow:
             if name not in self._units:
                 continue
             gradient, count = self._trained[name].grad, len(self._trained[name])
-            rows += count
-            alive = 0 if gradient is None else int((gradient != 0).flatten(1).any(1).sum())
-            without += count - alive
+            rows, without = rows + count, without + count
+            if gradient is not None:  # the largest of a row: a quarter of the time of `any` of it
+                without -= int(gradient.flatten(1).abs().amax(1).count_nonzero())
         return without / rows if rows else 0.0
 
     def _moved(self, names: Sequence[str], before: Mapping[str, Tensor]) -> float:
         change, size = 0.0, 0.0
         for name in names:
-            change += float((self._trained[name].detach() - before[name]).double().square().sum())
-            size += float(before[name].double().square().sum())
+            size += squared(before[name])
+            change += squared(before[name].sub_(self._trained[name].detach()))  # its last use
         if size == 0.0:
             return math.inf if change else 0.0
         return math.sqrt(change / size)

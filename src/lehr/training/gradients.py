@@ -65,6 +65,11 @@ def measure(trained: Mapping[str, Parameter]) -> Measured:
     return Measured(norm=math.hypot(*values), nonfinite=nonfinite, norms=norms_of)
 
 
+def squared(tensor: Tensor) -> float:
+    """Σ x² in float64: one pass, without a copy in that type."""
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
+
+
 def clip_to(trained: Mapping[str, Parameter], norm: float, limit: float | None) -> float:
     """Scale all gradients so that their norm is min(norm, limit); returns the factor."""
     if limit is None or norm <= limit:

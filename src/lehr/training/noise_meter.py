@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from lehr.errors import Problem, RecipeError
 from lehr.training import events
+from lehr.training.gradients import squared
 from lehr.training.metrics import gather
 from lehr.training.noise_scale import (
     NOISE,
@@ -79,7 +80,7 @@ class NoiseMeter:
                 "gradient cannot be told into signal and noise"
             )
             raise RecipeError(Problem("noise_scale_every", expected, len(squares)))
-        whole = sum(_squared(one.grad) for one in self._trained.values() if one.grad is not None)
+        whole = sum(squared(one.grad) for one in self._trained.values() if one.grad is not None)
         shares = [weight / denominator for weight in weights]
         # A micro-batch's gradient was divided by the weight of the whole update.
         means = [square / share**2 for square, share in zip(squares, shares, strict=True)]
@@ -106,12 +107,12 @@ class NoiseMeter:
             if one.grad is None:
                 continue
             before = self._before.get(name)
-            square += _squared(one.grad if before is None else one.grad - before)
-            self._before[name] = one.grad.clone()
+            if before is None:
+                square += squared(one.grad)
+                self._before[name] = one.grad.clone()
+            else:  # in place: a fresh tensor costs more than the arithmetic
+                square += squared(before.sub_(one.grad))
+                before.copy_(one.grad)
         self._squares.append(square)
         self._sizes.append(examples)
         self._weights.append(weight)
-
-
-def _squared(gradient: Tensor) -> float:
-    return float(gradient.double().square().sum())
