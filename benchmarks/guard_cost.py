@@ -54,7 +54,7 @@ def timed_methods() -> dict[str, list[tuple[type, str]]]:
     }
 
 
-def measure(name: str, precision: str, updates: int) -> dict[str, Any]:
+def measure(name: str, precision: str, updates: int, every: int) -> dict[str, Any]:
     """Seconds of each part and of the updates, per update."""
     import torch
 
@@ -106,8 +106,8 @@ def measure(name: str, precision: str, updates: int) -> dict[str, Any]:
         settings_of(Row("guard", "guard", precision), updates),
         guard=GuardSettings(attention_queries=2),
         ema=AverageSettings(0.99),
-        gradient_flow_every=EVERY,
-        noise_scale_every=EVERY,
+        gradient_flow_every=every,
+        noise_scale_every=every,
     )
     with tempfile.TemporaryDirectory() as folder:
         Engine(
@@ -124,9 +124,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--updates", type=int, default=WARM + EVERY)
+    parser.add_argument("--every", type=int, default=EVERY, help="updates between statistics")
     arguments = parser.parse_args()
     for name in arguments.models:
-        found = measure(name, arguments.precision, arguments.updates)
+        found = measure(name, arguments.precision, arguments.updates, arguments.every)
         update = found["update"]
         bare = update - sum(found[part] for part in PARTS)  # what a run without them takes
         parts = ", ".join(
