@@ -10,6 +10,7 @@ topic says so, and nothing is fetched. Chats are the microworld's.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import tempfile
 import time
@@ -48,17 +49,21 @@ def _model() -> Any:
 @cache
 def _encoded() -> list[Encoded]:
     """Docstrings as they are found, those of 8 to 256 tokens."""
-    tokenizer, found = _model().tokenizer, []
+    tokenizer = _model().tokenizer
+    ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in _texts())
+    fitting = (one for one in ids if 8 <= len(one) <= 256)
+    return _examples(list(itertools.islice(fitting, EXAMPLES)))
+
+
+def _examples(ids: list[list[int]]) -> list[Encoded]:
+    """Texts of which every token but the first is trained."""
     from lehr.data.shapes import Origin
 
-    for number, text in enumerate(_texts()):
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if 8 <= len(ids) <= 256:
-            supervised = torch.ones(len(ids), dtype=torch.bool)
-            supervised[0] = False
-            found.append(Encoded(torch.tensor(ids), supervised, Origin("text", "text", number)))
-        if len(found) == EXAMPLES:
-            break
+    found = []
+    for number, one in enumerate(ids):
+        supervised = torch.ones(len(one), dtype=torch.bool)
+        supervised[0] = False
+        found.append(Encoded(torch.tensor(one), supervised, Origin("text", "text", number)))
     return found
 
 
@@ -263,9 +268,38 @@ def tiny() -> str:
     return "made with its tokenizer from 2,000 docstrings, one core: " + "; ".join(said)
 
 
+def z_loss() -> str:
+    said = []
+    for factor in (0.0, 1e-3, 1e-2):
+        model = load_model("tiny:300k", corpus=lambda: _texts()[:2000], precision="fp32")
+        model.train_all()
+        model.train()
+        objective = Language(z_loss=factor)
+        optimizer = torch.optim.AdamW(list(model.trained().values()), lr=1e-2, betas=(0.9, 0.95))
+        ids = [
+            model.tokenizer(text, add_special_tokens=False)["input_ids"][:128]
+            for text in _texts()[:EXAMPLES]
+        ]
+        packs = pack(list(enumerate(_examples(ids))), PACK_LENGTH)
+        rows = []
+        for update in range(80):
+            one = packs[update % len(packs)]
+            loss = objective.loss(model, one)
+            optimizer.zero_grad()
+            (loss.total / objective.weight(one)).backward()
+            optimizer.step()
+            rows.append(
+                [float(a) / float(b) for a, b in (loss.metrics["log_z"], loss.metrics["loss"])]
+            )
+        log_z, nats = (sum(values) / 20 for values in zip(*rows[-20:], strict=True))
+        said.append(f"{factor:g}: log Z {log_z:+.2f}, loss {nats:.2f}")
+    first = f"first update: log Z {rows[0][0]:+.2f}"
+    return "80 updates at a rate of 1e-2, mean of the last 20; " + first + "; " + "; ".join(said)
+
+
 TOPICS: dict[str, Callable[[], str]] = {
     one.__name__: one
-    for one in (accumulation, attention, packing, head, checkpoints, templates, audit, tiny)
+    for one in (accumulation, attention, packing, head, checkpoints, templates, audit, tiny, z_loss)
 }
 
 
