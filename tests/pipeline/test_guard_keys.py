@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.pipeline.small import losses, metrics, weights, write_recipe
+from tests.pipeline.small import losses, metrics, read, weights, write_recipe
 from tests.pipeline.test_keys_have_effects import run_dir, sft, trained  # noqa: F401
 
 from lehr.cli.main import main
@@ -136,6 +136,11 @@ def test_a_run_that_went_back_ends_as_one_with_the_record_from_the_start(run_dir
     (event,) = heard(place, "guard_went_back")
     assert event["attempts"] == [16] and "went back from update" in event["text"]
     assert [row["attempt"] for row in metrics(place) if row["skipped"]] == [16]
+    (left_out,) = read(place.parent / "ledger.json")["stages"][0]["left_out"]
+    assert left_out["attempt"] == 16 and left_out["how"] == "in quarantine"
+    assert "3 of the last 8" in left_out["why"] and "chats.jsonl:" in left_out["origins"][0]
+    report = (place.parent / "report.html").read_text()
+    assert "Batches that were not trained on" in report and left_out["origins"][0] in report
     monkeypatch.undo()
     (run_dir / "record.jsonl").write_text((place / "quarantine.jsonl").read_text())
     other = trained(run_dir, "given", guarded({"quarantine": "record.jsonl"}, **values))

@@ -35,9 +35,11 @@ from lehr.pipeline.promotion import verdict_on
 from lehr.pipeline.showcase import AnswerBook, answers
 from lehr.pipeline.staging import STAGES, PlannedStage, heldout_loss, stage_context
 from lehr.pipeline.states import State, damage, damaged_record, produced_json, read_state
+from lehr.report.left_out import left_out
 from lehr.report.wording import duration
 from lehr.stages.context import StageContext
 from lehr.stages.preference import HeldoutLoss as PairLoss
+from lehr.training.quarantine import FILE as QUARANTINE
 
 IN_RUN_HELDOUT = 48  # held-out examples that an evaluation during training looks at
 
@@ -103,6 +105,7 @@ class StageRun:
             "seconds": evaluation["seconds"],
             "tokens": sum(int(row["tokens"]) for row in rows),
             "updates": rows[-1]["update"] if rows else planned.updates,
+            "left_out": left_out(rows, read_lines(folder / QUARANTINE), key),
         }
         return Outcome(tuned if promoted else parent, tuned, promoted, verdict, entry)
 
@@ -286,9 +289,14 @@ def make_ready(folder: Path, key: str) -> None:
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     """The lines of the stage's metrics.jsonl that can be read."""
+    return read_lines(folder / "metrics.jsonl")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file; nothing where it is absent."""
     rows = []
     with suppress(OSError):
-        for line in (folder / "metrics.jsonl").read_bytes().split(b"\n"):
+        for line in path.read_bytes().split(b"\n"):
             with suppress(ValueError):
                 row = json.loads(line)
                 rows += [row] if isinstance(row, dict) else []

@@ -8,6 +8,7 @@ from typing import Any
 
 from lehr.report.curves import Chart, Series, chart
 from lehr.report.first_screen import Mark, mark, stage_mark
+from lehr.report.left_out import left_out
 from lehr.report.reading import StageFiles, items, mapping, number, objects, text
 from lehr.report.wording import (
     change,
@@ -22,6 +23,7 @@ from lehr.report.wording import (
     unit_word,
 )
 
+BATCHES_SHOWN = 20  # of those that were not trained on; all are in the ledger
 FLIPS_SHOWN = 30  # of each group; the rest is counted and stays in flips.jsonl
 
 
@@ -124,11 +126,14 @@ class StageDetails:
     mask: list[tuple[str, str]]
     mask_caption: str
     doctor: list[Complaint]
+    left_out: Sequence[Mapping[str, Any]]
+    left_out_more: int
 
 
 def stage_details(stage: StageFiles) -> StageDetails:
     """Everything that the report shows about a stage."""
     loss, logarithmic, small = _charts(stage)
+    batches = left_out(stage.metrics, stage.quarantine)
     return StageDetails(
         anchor=f"stage-{stage.folder}",
         folder=stage.folder,
@@ -157,6 +162,8 @@ def stage_details(stage: StageFiles) -> StageDetails:
         mask=_mask(stage.audit),
         mask_caption=_mask_caption(stage.audit),
         doctor=[_complaint(one) for one in objects(stage.doctor.get("findings"))],
+        left_out=batches[:BATCHES_SHOWN],
+        left_out_more=max(0, len(batches) - BATCHES_SHOWN),
     )
 
 

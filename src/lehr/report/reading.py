@@ -71,6 +71,7 @@ class StageFiles:
     flips: list[Mapping[str, Any]]
     metrics: list[Mapping[str, Any]]
     doctor: Mapping[str, Any] = field(default_factory=dict)
+    quarantine: list[Mapping[str, Any]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -188,6 +189,7 @@ def _stage(
         flips=list(_lines(place / "flips.jsonl", folder, missing, required=False)),
         metrics=list(_lines(place / "metrics.jsonl", folder, missing, required=bool(entry))),
         doctor=_object(place / "doctor.json", folder, missing, required=False),
+        quarantine=list(_lines(place / "quarantine.jsonl", folder, missing, required=False)),
     )
 
 
