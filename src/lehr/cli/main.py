@@ -195,7 +195,11 @@ def doctor(
         int | None,
         typer.Option("--spike", help="What made update N of a run jump: data or state?", min=1),
     ] = None,
-    stage: Annotated[str, typer.Option("--stage", help="With --spike: not the last one.")] = "",
+    run_tests: Annotated[
+        bool,
+        typer.Option("--run-tests", help="Perform the decisive tests; a recipe: the general ones."),
+    ] = False,
+    stage: Annotated[str, typer.Option("--stage", help="Only this stage of a run.")] = "",
     from_start: Annotated[
         bool, typer.Option("--from-start", help="With --spike: without an older checkpoint.")
     ] = False,
@@ -206,6 +210,10 @@ def doctor(
         from lehr.cli.spike import spike_verb
 
         return spike_verb(curve, spike, stage, from_start, as_json=as_json)
+    if run_tests:
+        from lehr.cli.deciding import run_tests_verb
+
+        return run_tests_verb(curve, stage, as_json=as_json)
     from lehr.cli.doctor import doctor_verb
 
     known = {"vocabulary": vocabulary, "accumulation": accumulation, "unigram_entropy": unigram}

@@ -78,11 +78,13 @@ def again(
     upto: int,
     middle: int | None = None,
     save_at: int = 0,
+    rate: float = 1.0,
 ) -> Again:
     """Train from `start` (None: the stage's beginning) to the end of attempt `upto`.
 
     middle   keep the weights from before this attempt
     save_at  keep the whole state of this update
+    rate     factor on the learning rate: another one is a branch, not a replay
 
     The model is left in the state that was reached.
     """
@@ -114,7 +116,11 @@ def again(
     with tempfile.TemporaryDirectory(dir=source.aside) as name:
         folder = Path(name)
         prepared_folder(folder, source.place, start, context.key, source.entries)
-        settings = replace(context.settings, checkpoint_every=save_at or NEVER)
+        settings = replace(
+            context.settings,
+            checkpoint_every=save_at or NEVER,
+            learning_rate=context.settings.learning_rate * rate,
+        )
         engine = Engine(
             model=context.model,
             objective=objective,

@@ -18,21 +18,22 @@ from lehr.objectives.base import Objective
 from lehr.pipeline.events import Events, Listener
 from lehr.pipeline.files import read_json
 from lehr.pipeline.folder import at_rest
-from lehr.pipeline.ledger import Ledger
-from lehr.pipeline.planning import Prepared, prepare
+from lehr.pipeline.planning import prepare
 from lehr.pipeline.replaying import Again, Source, again
+from lehr.pipeline.run_stages import (
+    entries_of,
+    key_of,
+    older_checkpoints,
+    parent_of,
+    stage_folder,
+)
 from lehr.pipeline.spike_batches import Around, measured, rows_alone
 from lehr.pipeline.stage_run import rows_of, train_stage
-from lehr.pipeline.staging import PlannedStage
-from lehr.pipeline.states import State, read_state
 from lehr.recipe.loading import load_recipe
 from lehr.report.wording import duration
 from lehr.stages.context import StageContext
-from lehr.training import checkpoint
 from lehr.training.checkpoint import Checkpoint
 from lehr.training.metrics import UNDONE
-from lehr.training.quarantine import FILE as QUARANTINE
-from lehr.training.quarantine import Quarantined, read_record
 from lehr.training.state import (
     copied,
     differences,
@@ -66,10 +67,10 @@ def explain_spike(
         raise RecipeError(Problem(str(run), "the folder of a run (with recipe.yaml and plan.json)"))
     with at_rest(folder), tempfile.TemporaryDirectory() as aside:
         events = Events(None, listeners)
-        place = _stage_folder(folder, stage)
+        place = stage_folder(folder, stage)
         row, rows, undone = _row(place, update)  # refused before anything is loaded
-        entries = _entries(place, int(row["attempt"]), undone)
-        older = _older(place, int(row["attempt"]), entries)
+        entries = entries_of(place, int(row["attempt"]), undone)
+        older = older_checkpoints(place, int(row["attempt"]), entries)
         spent = sum(float(one["seconds"]) for one in rows if one["attempt"] <= row["attempt"])
         if not older and not from_start and spent > CHEAP:
             expected = (
@@ -82,7 +83,7 @@ def explain_spike(
         recipe = load_recipe(folder / "recipe.yaml")
         prepared = prepare(recipe, folder, events, plan, write=False, cache=Path(aside) / "rows")
         planned = next(one for one in prepared.stages if one.folder_name == place.name)
-        parent = _parent(prepared, planned, place)
+        parent = parent_of(prepared, planned, place)
         found: list[Spike] = []
 
         def drive(context: StageContext, objective: Objective) -> None:
@@ -91,30 +92,9 @@ def explain_spike(
             work = _Work(context, objective, source, events, row)
             found.append(work.spike(update, older, untrained))
 
-        key = _key(place)
+        key = key_of(place)
         train_stage(prepared, planned, Path(aside), key, parent, events, drive=drive)
     return found[0]
-
-
-def _stage_folder(folder: Path, name: str) -> Path:
-    places = sorted(path.parent for path in folder.glob("[0-9][0-9]-*/metrics.jsonl"))
-    if not places:
-        expected = "a run with a stage that was trained (metrics.jsonl): run its recipe first"
-        raise RecipeError(Problem(str(folder), expected))
-    if name:
-        places = [place for place in places if name in (place.name, place.name[3:])]
-    if not places:
-        names = ", ".join(path.parent.name for path in sorted(folder.glob("*/metrics.jsonl")))
-        raise RecipeError(Problem("--stage", f"a stage that was trained, of {names}", name))
-    return places[-1]
-
-
-def _key(place: Path) -> str:
-    try:
-        return (place / "stage.key").read_text(encoding="utf-8")
-    except OSError:
-        expected = "stage.key, which says what the stage depends on: run the recipe again"
-        raise RecipeError(Problem(str(place), expected)) from None
 
 
 def _row(place: Path, update: int) -> tuple[dict[str, Any], list[dict[str, Any]], bool]:
@@ -162,56 +142,6 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def _entries(place: Path, attempt: int, undone: bool) -> list[Quarantined]:
-    """The quarantine as the line's history knew it."""
-    path = place / QUARANTINE
-    entries = read_record(path, _key(place)) if path.is_file() else []
-    return [one for one in entries if not undone or (one.rewind == 0 and one.attempt < attempt)]
-
-
-def _older(place: Path, attempt: int, entries: Sequence[Quarantined]) -> list[Checkpoint]:
-    """The stage's whole checkpoints from before the attempt, oldest first, of this history."""
-    found, key = [], _key(place)
-    path = place / QUARANTINE
-    recorded_ones = {one.attempt for one in read_record(path, key)} if path.is_file() else set()
-    kept_out = {one.attempt for one in entries}
-    for path in sorted((place / "checkpoints").glob("update-*")):
-        try:
-            owner, one = checkpoint.read(path)
-        except checkpoint.DamagedCheckpointError:
-            continue
-        done = int(one.state["progress"]["attempt"])
-        left_out = recorded_ones & set(one.state.get("quarantined", ()))
-        expected = {number for number in kept_out if number <= done}
-        if owner == key and done < attempt and left_out == expected:
-            found.append(one)
-    return found
-
-
-def _parent(prepared: Prepared, planned: PlannedStage, place: Path) -> State:
-    """The state that the stage began from: of the last promoted stage before it, or the base."""
-    from lehr.pipeline.keys import stage_key
-
-    ledger = Ledger.read(prepared.folder)
-    promoted = {one["folder"] for one in ledger.stages if one["promoted"]} if ledger else set()
-    states = [
-        read_state(prepared.folder / one.folder_name)
-        for one in prepared.stages[: planned.index]
-        if one.folder_name in promoted
-    ]
-    parent = next((one for one in reversed(states) if one is not None), prepared.bench.base)
-    precision = prepared.plan["precision"]["value"]
-    encoder = prepared.bench.encoder.fingerprint
-    key = stage_key(prepared.recipe, planned.index, parent.key, encoder, precision)
-    if key != _key(place):
-        expected = (
-            "recipe, data, model and libraries as they were when the stage was trained: its "
-            "batches cannot be made again from what is there now"
-        )
-        raise RecipeError(Problem(str(place), expected))
-    return parent
 
 
 class _Work:
