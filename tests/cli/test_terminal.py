@@ -145,3 +145,23 @@ def test_nothing_of_the_libraries_is_printed(work, capfd):
     assert left.value.code == 0 and said.err == ""
     assert "Loading weights" not in said.out and "it/s" not in said.out
     assert [str(one.message) for one in caught if one.category is FutureWarning] == []
+
+
+def test_the_status_line_of_a_run_fits_a_terminal():
+    """Health, speed, share of the limit, wait for data, time left: as the page of it says."""
+    events = [Event("stage_started", "sft", data={"updates": 200, "reused": False, "limit": 907})]
+    for update in range(1, 21):
+        row = {"update": update, "loss": 3 - update / 20, "tokens": 372, "seconds": 1.0}
+        events.append(Event("update", data={**row, "spans": {"data": 0.02}}))
+    line = drawn(events)[-1]
+    assert len(line) <= 80 and "healthy: loss 2.23 falling, 372 tokens/s" in line
+    assert "41 % of the limit" in line and line.endswith("3 min left")
+
+
+def test_a_long_wait_for_data_is_said_before_the_limit():
+    events = [Event("stage_started", "sft", data={"updates": 200, "reused": False, "limit": 907})]
+    for update in range(1, 21):
+        row = {"update": update, "loss": 3 - update / 20, "tokens": 372, "seconds": 1.0}
+        events.append(Event("update", data={**row, "spans": {"data": 0.4}}))
+    line = drawn(events)[-1]
+    assert len(line) <= 80 and "waits for data 40 %" in line

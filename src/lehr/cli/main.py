@@ -203,9 +203,25 @@ def doctor(
     from_start: Annotated[
         bool, typer.Option("--from-start", help="With --spike: without an older checkpoint.")
     ] = False,
+    speed: Annotated[
+        bool, typer.Option("--speed", help="Of a recipe: what does this machine wait for?")
+    ] = False,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="With --speed: write the profile here (JSON).")
+    ] = None,
+    overrides: Overrides = None,
     as_json: Json = False,
 ) -> int:
-    """What is wrong with this curve: findings, causes, the test that decides, the remedy."""
+    """What is wrong with this curve: findings, causes, the test that decides, the remedy.
+
+    With --speed and a recipe: where the time of an update goes, and what would make it faster.
+    """
+    if speed:
+        from lehr.cli.speed import speed_verb
+
+        return speed_verb(curve, overrides or [], None, trace, as_json=as_json)
+    if trace is not None or overrides:
+        raise RecipeError(Problem("lehr doctor", "--speed beside --trace and --set"))
     if spike is not None:
         from lehr.cli.spike import spike_verb
 

@@ -24,6 +24,7 @@ from lehr.pipeline.events import Event
 from lehr.report.wording import gate_sentence
 
 WIDTH = 80
+SHORTEST_BAR = 6  # a shorter one shows nothing
 VERDICT_STYLE = {"passed": "green", "refused": "red", "undetermined": "yellow"}
 VERDICT_SIGN = {"passed": "✓", "refused": "✗", "undetermined": "?"}
 
@@ -71,6 +72,8 @@ class Terminal:
         self.live: Live | None = None
         self.losses: deque[float] = deque(maxlen=40)
         self.rates: deque[tuple[float, float]] = deque(maxlen=20)
+        self.waits: deque[float] = deque(maxlen=20)  # for data, of the same updates
+        self.limit = 0.0  # tokens a second, by the measured rate of products
         self.printed_tenths = 0
         self.updates = 0
         self.suspected = ""  # what the doctor said of this stage last
@@ -175,6 +178,8 @@ class Terminal:
     def _stage_started(self, event: Event) -> None:
         self.losses.clear()
         self.rates.clear()
+        self.waits.clear()
+        self.limit = float(event.data.get("limit") or 0.0)
         self.printed_tenths = 0
         self.suspected = ""
         self.updates = event.data["updates"]
@@ -186,6 +191,8 @@ class Terminal:
         if row.get("loss") is not None:
             self.losses.append(row["loss"])
         self.rates.append((row["tokens"], row["seconds"]))
+        if "spans" in row:
+            self.waits.append(row["spans"].get("data", 0.0))
         share = min(1.0, row["update"] / max(1, self.updates))
         line = self._status(row, share)
         if self.console.is_terminal:
@@ -203,13 +210,21 @@ class Terminal:
         rate = fmean(tokens for tokens, _ in self.rates) / max(seconds, 1e-9)
         left = max(0, self.updates - row["update"]) * seconds
         health, style = self._health(row)
-        done = round(20 * share)
-        bar = "━" * done + "╌" * (20 - done)
-        return Text.assemble(
-            ("  " + bar + " ", "cyan"),
-            (health, style),
-            f", {rate:,.0f} tokens/s, {duration(left)} left",
+        words = status_words(
+            self.console.width - 2 - len(health),
+            rate,
+            duration(left),
+            rate / self.limit if self.limit else None,
+            sum(self.waits) / max(1e-9, sum(spent for _, spent in self.rates))
+            if self.waits
+            else None,
         )
+        room = min(20, self.console.width - 3 - len(health) - len(words))
+        bar = ""
+        if room >= SHORTEST_BAR:
+            done = round(room * share)
+            bar = "━" * done + "╌" * (room - done) + " "
+        return Text.assemble("  ", (bar, "cyan"), (health, style), words)
 
     def _health(self, row: dict[str, Any]) -> tuple[str, str]:
         if row.get("skipped"):
@@ -264,6 +279,29 @@ class Terminal:
         if self.live is not None:
             self.live.stop()
             self.live = None
+
+
+def status_words(
+    room: int, rate: float, left: str, limit: float | None, waits: float | None
+) -> str:
+    """What follows the health on the status line, in at most `room` characters if it can be.
+
+    limit  share of this machine's measured rate of products; waits: share spent waiting for data
+
+    >>> status_words(80, 372.4, "3 min", 0.41, 0.02)
+    ", 372 tokens/s, 41 % of this machine's limit, waits for data 2 %, 3 min left"
+    >>> status_words(52, 372.4, "3 min", 0.41, 0.02)
+    ', 372 tokens/s, 41 % of the limit, 3 min left'
+    """
+    speed, end = f", {rate:,.0f} tokens/s", f", {left} left"
+    used = "" if limit is None else f", {100 * limit:.0f} % of this machine's limit"
+    waiting = "" if waits is None else f", waits for data {100 * waits:.0f} %"
+    short = used.replace("this machine's", "the")
+    many = waiting if waits is not None and waits >= 0.1 else ""  # then it is what matters
+    for words in (used + waiting, short + waiting, short + many, many or short, many, ""):
+        if len(speed + words + end) <= room:
+            return speed + words + end
+    return speed + end
 
 
 def end_words(answers: int, without_end: int) -> str:

@@ -5,6 +5,7 @@ Everything here answers on any platform; what cannot be found out is said as suc
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import subprocess
@@ -103,15 +104,20 @@ def measure_rates(device: str = "cpu", rounds: int = 3) -> dict[str, float]:
     return found
 
 
-def measure_gemm(dtype: torch.dtype, seconds: float = 0.3, device: str = "cpu") -> float:
-    """Rate of x @ W.T at a small model's shape, in 10^9 operations a second; 0 where it fails.
+def measure_gemm(
+    dtype: torch.dtype,
+    seconds: float = 0.3,
+    device: str = "cpu",
+    sizes: tuple[int, int, int] = (GEMM_ROWS, GEMM_INNER, GEMM_COLUMNS),
+) -> float:
+    """Rate of x @ W.T at a small model's sizes, in 10^9 operations a second; 0 where it fails.
 
     The best of many short rounds: other programs can only make a round slower. Where every
     round is interrupted, the processor time of this thread still is that of a quiet machine.
     """
     try:
-        rows = torch.ones(GEMM_ROWS, GEMM_INNER, dtype=dtype, device=device)
-        weight = torch.ones(GEMM_COLUMNS, GEMM_INNER, dtype=dtype, device=device)
+        rows = torch.ones(sizes[0], sizes[1], dtype=dtype, device=device)
+        weight = torch.ones(sizes[2], sizes[1], dtype=dtype, device=device)
         started = time.perf_counter()
         with torch.inference_mode():
             _product(rows, weight, device)  # the first call sets up threads and kernels
@@ -129,7 +135,7 @@ def measure_gemm(dtype: torch.dtype, seconds: float = 0.3, device: str = "cpu") 
                     break
     except (RuntimeError, TypeError, NotImplementedError):
         return 0.0
-    operations = 2.0 * GEMM_ROWS * GEMM_INNER * GEMM_COLUMNS
+    operations = 2.0 * math.prod(sizes)
     return operations / best / 1e9 if best > 0 else 0.0
 
 

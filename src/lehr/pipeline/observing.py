@@ -31,7 +31,7 @@ def watch(events: Events) -> Callable[[Any], None]:
         if isinstance(event, engine.RunStarted):
             updates = event.updates
         elif isinstance(event, engine.UpdateDone):
-            events.emit("update", "", durable=False, **event.row)
+            events.emit("update", "", durable=False, **event.row, spans=dict(event.spans))
             better.append(event.row.get("objective.chosen_logratio") or 0.0)
             if event.row["update"] == updates and sum(better) < 0:
                 _displaced(events, sum(better) / len(better))

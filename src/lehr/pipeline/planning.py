@@ -286,6 +286,7 @@ def _settle(
             all_weights=planned.trains_all,
             segment_tokens=longest,
         )
+        planned.operations_per_token = operations / tokens
         several = planned.micro_batch * planned.pack_length
         planned.recompute_report = planned.recompute.report(
             several, longest, operations * several / tokens
@@ -293,6 +294,7 @@ def _settle(
         operations += planned.recompute.added_operations(tokens, longest)
         products = "fp32" if precision == "fp32" else "bf16"
         rate = machine["gemm_gflops"].get(products) or 10.0
+        planned.limit_tokens_per_second = rate * 1e9 / planned.operations_per_token
         planned.tokens_per_update = tokens
         planned.seconds = planned.updates * seconds_per_update(operations, rate)
         if bench.is_tiny:  # limited by the number of operations, not by their size
@@ -423,6 +425,7 @@ def _planned_entry(planned: PlannedStage, precision: str) -> dict[str, Any]:
         "updates": planned.updates,
         "tokens_per_update": planned.tokens_per_update,
         "seconds": round(planned.seconds, 1),
+        "limit_tokens_per_second": round(planned.limit_tokens_per_second, 1),
         "learning_rate": settings.learning_rate,
         "curve": [settings.rate(index) for index in range(0, planned.updates, step)],
         "settled_for": planned.settled_for,

@@ -35,6 +35,7 @@ from lehr.pipeline.promotion import verdict_on
 from lehr.pipeline.showcase import AnswerBook, answers
 from lehr.pipeline.staging import STAGES, PlannedStage, heldout_loss, stage_context
 from lehr.pipeline.states import State, damage, damaged_record, produced_json, read_state
+from lehr.pipeline.timekeeping import TimeKeeper
 from lehr.report.left_out import left_out
 from lehr.report.wording import duration
 from lehr.stages.context import StageContext
@@ -70,7 +71,10 @@ class StageRun:
         tuned = self.finished(planned, parent)
         reused = tuned is not None
         text = f"[{planned.index + 1}/{len(self.prepared.stages)}] {planned.name}"
-        self.events.emit("stage_started", text, updates=planned.updates, reused=reused)
+        limit = planned.limit_tokens_per_second
+        self.events.emit(
+            "stage_started", text, updates=planned.updates, reused=reused, limit=round(limit, 1)
+        )
         if tuned is not None:
             spent = duration(_seconds(folder, 0.0, reused=True))
             text = f"unchanged: its result is reused, nothing is trained (it took {spent})"
@@ -249,7 +253,7 @@ def train_stage(
         precision=model.precision,
         parent=reference,
         parent_key=parent.key,
-        observers=(observing.watch(events), live),
+        observers=(observing.watch(events), live, TimeKeeper(folder)),
         evaluate=evaluate if heldout else None,
     )
     context.drive = drive

@@ -56,6 +56,8 @@ class PlannedStage:
     recompute_report: list[dict[str, Any]] = field(default_factory=list)
     tokens_per_update: int = 0
     seconds: float = 0.0
+    operations_per_token: float = 0.0  # that the model needs; none of what is computed again
+    limit_tokens_per_second: float = 0.0  # by the measured product rate, if nothing else cost time
     memory: Mapping[str, int] | None = None
     disk: int = 0
     quarantine: tuple[Quarantined, ...] = ()

@@ -10,6 +10,7 @@ from lehr.report.curves import Chart, Series, chart
 from lehr.report.first_screen import Mark, mark, stage_mark
 from lehr.report.left_out import left_out
 from lehr.report.reading import StageFiles, items, mapping, number, objects, text
+from lehr.report.time_went import limit_words, time_went
 from lehr.report.wording import (
     change,
     count,
@@ -128,6 +129,8 @@ class StageDetails:
     doctor: list[Complaint]
     left_out: Sequence[Mapping[str, Any]]
     left_out_more: int
+    time: list[tuple[str, str, str]]
+    limit: str
 
 
 def stage_details(stage: StageFiles) -> StageDetails:
@@ -164,6 +167,8 @@ def stage_details(stage: StageFiles) -> StageDetails:
         doctor=[_complaint(one) for one in objects(stage.doctor.get("findings"))],
         left_out=batches[:BATCHES_SHOWN],
         left_out_more=max(0, len(batches) - BATCHES_SHOWN),
+        time=time_went(stage),
+        limit=limit_words(stage),
     )
 
 

@@ -72,6 +72,7 @@ class StageFiles:
     metrics: list[Mapping[str, Any]]
     doctor: Mapping[str, Any] = field(default_factory=dict)
     quarantine: list[Mapping[str, Any]] = field(default_factory=list)
+    time: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -190,6 +191,7 @@ def _stage(
         metrics=list(_lines(place / "metrics.jsonl", folder, missing, required=bool(entry))),
         doctor=_object(place / "doctor.json", folder, missing, required=False),
         quarantine=list(_lines(place / "quarantine.jsonl", folder, missing, required=False)),
+        time=_object(place / "time.json", folder, missing, required=False),
     )
 
 

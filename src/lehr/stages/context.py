@@ -44,6 +44,11 @@ class StageContext:
     evaluate: Callable[[int], Mapping[str, float]] | None = None
     drive: Callable[[StageContext, Objective], None] | None = None
 
+    @property
+    def seed_names(self) -> tuple[object, ...]:
+        """Of the random stream; not the name: a renamed stage is the same stage."""
+        return (self.seed, self.stage.kind, self.parent_key)
+
 
 def train(
     context: StageContext, objective: Objective, *extra: Callable[[Any], None]
@@ -58,8 +63,7 @@ def train(
         batches=context.batches,
         settings=context.settings,
         folder=context.folder,
-        # Not the name: a renamed stage is the same stage, with the same random numbers.
-        seed_names=(context.seed, context.stage.kind, context.parent_key),
+        seed_names=context.seed_names,
         observers=(*context.observers, *extra),
         evaluate=context.evaluate,
         merge=merge,

@@ -42,6 +42,7 @@ from lehr.training.progress import Progress, TrainingResult, result_of
 from lehr.training.quarantine import Quarantine
 from lehr.training.restarts import Restarts
 from lehr.training.settings import EngineSettings
+from lehr.training.spans import Spans
 from lehr.training.state import copied, put_back, running_buffers, trained_parameters
 from lehr.training.steps import effective_steps
 from lehr.training.store import Batches, Store
@@ -89,6 +90,7 @@ class Engine:
         self.model = model
         self.settings = settings
         self.progress = Progress()
+        self.spans = Spans()
         self._objective, self._batches, self._merge = objective, batches, merge
         self._seed_names, self._observers, self._evaluate = seed_names, observers, evaluate
         self._trained = trained_parameters(model, settings.precision)
@@ -153,6 +155,7 @@ class Engine:
             self._noise.conclude(self.progress.update)
             promoted_update = self._promote()
             averaged = self._promote_average(promoted_update)
+            self._emit(events.RunDone(self.spans.take()))
         return result_of(self.progress, promoted_update, resumed_from, averaged)
 
     @property
@@ -224,7 +227,7 @@ class Engine:
         if known is not None:
             row |= {"origins": list(data.origins), "quarantined": True}
             self._write(row)
-            self._emit(events.UpdateDone(strict(row)))
+            self._emit(events.UpdateDone(strict(row), self.spans.take()))
             self._guard.passed_over(known, data.origins)
         elif skipped:
             self._after_skip(row, data, verdict)
@@ -250,7 +253,8 @@ class Engine:
         return columns
 
     def _take(self) -> Taken:
-        packs = self._batches.next()
+        with self.spans("data"):
+            packs = self._batches.next()
         micro_batches = cut(packs, self.settings.micro_batch, self._merge)
         weights = [float(self._objective.weight(pack)) for pack in micro_batches]
         number = self.progress.attempt + 1
@@ -312,7 +316,7 @@ class Engine:
         origins = verdict.origins(data)
         row |= {"origins": list(origins)} | self._guard.columns(verdict.alarm)
         self._write(row)
-        self._emit(events.UpdateDone(strict(row)))
+        self._emit(events.UpdateDone(strict(row), self.spans.take()))
         why = self._guard.after_skip(data.number, self.progress, verdict, origins)
         if why:
             self._guard.go_back(why, data.number, self.progress, self._batches, self._metrics)
@@ -321,7 +325,7 @@ class Engine:
     def _after_overflow(self, row: dict[str, Any], names: tuple[str, ...]) -> None:
         """Nothing is wrong with the batch; where no smaller scale is left, the run ends."""
         self._write(row)
-        self._emit(events.UpdateDone(strict(row)))
+        self._emit(events.UpdateDone(strict(row), self.spans.take()))
         self.numerics.stop_if_given_up()
         used, now = row["loss_scale"], self.numerics.scale
         update, attempt = self.progress.update, self.progress.attempt
@@ -330,13 +334,14 @@ class Engine:
     def _after_update(self, row: dict[str, Any]) -> None:
         """Evaluation, the line of metrics.jsonl, checkpoint: in this order, so that a kill
         anywhere repeats the whole attempt."""
-        self._emit(events.UpdateDone(strict(row)))
+        self._emit(events.UpdateDone(strict(row), self.spans.take()))
         update, settings = self.progress.update, self.settings
         last = update >= settings.updates
         every = settings.evaluate_every
         is_best = False
         if self._evaluate is not None and (last or (every is not None and update % every == 0)):
-            values, gap, is_best = self._measure(self._evaluate)
+            with self.spans("evaluation"):
+                values, gap, is_best = self._measure(self._evaluate)
             row |= {f"evaluation.{name}": value for name, value in values.items()} | gap
         self._write(row)
         self.numerics.stop_if_given_up()
@@ -441,16 +446,19 @@ class Engine:
         )
 
     def _save(self) -> None:
-        self._metrics.sync()
-        self._store.save(self.progress, self._batches.state())
+        with self.spans("checkpoint"):
+            self._metrics.sync()
+            self._store.save(self.progress, self._batches.state())
 
     def _write(self, row: Mapping[str, Any]) -> None:
         if ranks.is_main():
-            self._metrics.append(strict(row))
+            with self.spans("log"):
+                self._metrics.append(strict(row))
 
     def _emit(self, event: events.Event) -> None:
-        for observer in self._observers:
-            observer(event)
+        with self.spans("log"):
+            for observer in self._observers:
+                observer(event)
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:

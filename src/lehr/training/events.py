@@ -7,7 +7,7 @@ raises stops the run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,20 @@ class CheckpointWritten(Event):
 
 @dataclass(frozen=True)
 class UpdateDone(Event):
-    """An attempt ended; `row` is its line of metrics.jsonl, without the evaluation."""
+    """An attempt ended; `row` is its line of metrics.jsonl, without the evaluation.
+
+    spans  seconds since the attempt before ended, by name: see training/spans
+    """
 
     row: Mapping[str, Any]
+    spans: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunDone(Event):
+    """The last event of a run that came to its end. spans: as of UpdateDone, since the last."""
+
+    spans: Mapping[str, float]
 
 
 @dataclass(frozen=True)

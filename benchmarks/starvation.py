@@ -1,0 +1,342 @@
+"""Starvation put into real trainings: is it named, and is the predicted gain the measured one?
+
+    python -m benchmarks.starvation                        # the table of docs/speed.md
+    python -m benchmarks.starvation --cases data host --json out.json
+
+Each case trains a small transformer with lehr's engine and puts one thing in its way, at three
+strengths: a loader that sleeps, thousands of tiny operations in one module, a log line that
+reads every tensor and waits for the disk, a slow exchange between two gloo ranks, element-wise
+passes over large tensors; a healthy one waits for nothing. The probe must name it and predict
+the seconds that an update gains; then the thing is really removed and the update timed again,
+in turns with the starved one. Gains are seconds: |predicted - measured| / measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+TARGET = 0.15
+SECONDS = 0.8  # of fair time for each run of the probe
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing in the way. strength: milliseconds, operations, passes or bytes; see `starved`."""
+
+    kind: str
+    strength: float
+    says: str
+
+
+CASES = (
+    Case("data", 5, "the loader sleeps 5 ms"),
+    Case("data", 20, "the loader sleeps 20 ms"),
+    Case("data", 200, "the loader sleeps 200 ms every fifth update"),
+    Case("host", 6000, "6,000 tiny operations"),
+    Case("host", 10000, "10,000 tiny operations"),
+    Case("host", 16000, "16,000 tiny operations"),
+    Case("log", 30, "a log line reads every tensor, syncs 30 files"),
+    Case("log", 60, "a log line reads every tensor, syncs 60 files"),
+    Case("log", 90, "a log line reads every tensor, syncs 90 files"),
+    Case("memory", 8, "8 passes over 16 MiB"),
+    Case("memory", 16, "16 passes over 16 MiB"),
+    Case("memory", 32, "32 passes over 16 MiB"),
+    Case("communication", 0.5, "two ranks, a tensor takes 0.5 ms"),
+    Case("communication", 1, "two ranks, a tensor takes 1 ms"),
+    Case("communication", 2, "two ranks, a tensor takes 2 ms"),
+    Case("compute", 256, "nothing in the way, width 256"),
+    Case("compute", 384, "nothing in the way, width 384"),
+    Case("compute", 512, "nothing in the way, width 512"),
+)
+
+
+class Plain(nn.Module):
+    """What stands where a starving module stood: nothing."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+class TinyOperations(nn.Module):
+    """Thousands of operations on eight numbers, which change the output by next to nothing."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        small = hidden.flatten()[:8]
+        for _ in range(self.count):
+            small = small + 1e-9
+        return hidden + 1e-9 * small.sum()
+
+
+class Passes(nn.Module):
+    """Element-wise passes over the hidden states, widened so that caches do not hold them."""
+
+    def __init__(self, count: int, wide: int) -> None:
+        super().__init__()
+        self.count, self.wide = count, wide
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        large = hidden.unsqueeze(-1).expand(*hidden.shape, self.wide)
+        for _ in range(self.count):
+            large = large + 1.0
+        return hidden + 1e-9 * large.mean(-1)
+
+
+class Sleepy:
+    """Batches that come late."""
+
+    def __init__(self, inner: Any, milliseconds: float) -> None:
+        self._inner, self._milliseconds, self._count = inner, milliseconds, 0
+
+    @property
+    def epoch(self) -> float:
+        return float(self._inner.epoch)
+
+    def next(self) -> list[Any]:
+        self._count += 1
+        if self._milliseconds < 100 or self._count % 5 == 0:
+            time.sleep(self._milliseconds / 1e3)
+        return list(self._inner.next())
+
+    def state(self) -> Any:
+        return self._inner.state()
+
+    def load(self, state: Any) -> None:
+        self._inner.load(state)
+
+
+def syncing_log(model: nn.Module, files: int, folder: Path) -> Callable[[Any], None]:
+    """A log line that looks at every tensor, one at a time, and waits for the disk."""
+
+    def observe(event: Any) -> None:
+        if getattr(event, "row", None) is None:
+            return
+        line = {name: float(value.norm().item()) for name, value in model.named_parameters()}
+        for number in range(files):
+            with (folder / f"{number}.jsonl").open("a") as stream:
+                stream.write(json.dumps(line) + "\n")
+                stream.flush()
+                os.fsync(stream.fileno())
+
+    return observe
+
+
+class FirstPacks:
+    """The first packs of each update only."""
+
+    epoch = 0.0
+
+    def __init__(self, inner: Any, packs: int) -> None:
+        self._inner, self._packs = inner, packs
+
+    def next(self) -> list[Any]:
+        return list(self._inner.next())[: self._packs]
+
+    def state(self) -> Any:
+        return self._inner.state()
+
+    def load(self, state: Any) -> None:
+        self._inner.load(state)
+
+
+@cache
+def _text() -> tuple[list[str], Any]:
+    """Docstrings, and a tokenizer made from them."""
+    from lehr.data.docstrings import docstring_rows
+    from lehr.models.tiny import train_tokenizer
+
+    texts = [str(one.value["text"])[:2000] for one in docstring_rows()[0][:400]]
+    return texts, train_tokenizer(texts, 600)
+
+
+def workload(case: Case) -> Any:
+    """A transformer of two layers on docstrings; a slot after its first MLP is free."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from benchmarks.training_core import Row, Stream, settings_of
+    from lehr.data.packing import merge
+    from lehr.diagnosis.speed_probe import Workload
+    from lehr.models.language_model import LanguageModel
+    from lehr.objectives.language import Language
+
+    texts, tokenizer = _text()
+    healthy = case.kind == "compute"
+    width, packs = (int(case.strength), 2) if healthy else (128, 1)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width,
+        num_hidden_layers=2, num_attention_heads=width // 64, num_key_value_heads=width // 64,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    model = LanguageModel(LlamaForCausalLM(config), tokenizer, "starved")
+    model.train_all()
+    model.train()
+    first = model.network.model.layers[0]
+    first.mlp = nn.Sequential(first.mlp, Plain())
+    settings = replace(
+        settings_of(Row("speed", "speed"), 100), checkpoint_every=10**6, micro_batch=packs
+    )
+    batches = FirstPacks(Stream(tokenizer, texts), packs)
+    objective = Language(accuracy=False, per_source=False)
+    return Workload(model, objective, batches, settings, (0, "starvation"), merge=merge)
+
+
+def starved(work: Any, case: Case, folder: Path) -> Any:
+    """The workload with the thing in its way."""
+    slot = work.model.network.model.layers[0].mlp
+    if case.kind == "host":
+        slot[1] = TinyOperations(int(case.strength))
+    elif case.kind == "memory":
+        slot[1] = Passes(int(case.strength), 128)
+    elif case.kind == "data":
+        return replace(work, batches=Sleepy(work.batches, case.strength))
+    elif case.kind == "log":
+        return replace(work, observers=(syncing_log(work.model, int(case.strength), folder),))
+    return work
+
+
+@contextmanager
+def slow_exchange(milliseconds: float) -> Iterator[None]:
+    """Every tensor takes so long to add up, as over a slow network."""
+    call = dist.all_reduce
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(milliseconds / 1e3)
+        return call(*arguments, **options)
+
+    dist.all_reduce = slow
+    try:
+        yield
+    finally:
+        dist.all_reduce = call
+
+
+def measure(case: Case, seconds: float = SECONDS) -> dict[str, Any]:
+    """Probe the starved workload, then take the thing out; in this process (one of two ranks)."""
+    from lehr.diagnosis.speed_probe import Probe, measure_speed
+    from lehr.training.allocator import keep_freed_memory
+
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as a run does: else large tensors cost page faults now and then
+    with tempfile.TemporaryDirectory() as folder:
+        plain = workload(case)
+        work = starved(plain, case, Path(folder))
+        with slow_exchange(case.strength) if case.kind == "communication" else nullcontext():
+            found = measure_speed(work, seconds=seconds)
+            probe = Probe(work, seconds)
+            probe.first()
+            with_it = [probe.run().total for _ in range(2)]
+        if case.kind == "communication":
+            dist.destroy_process_group()
+        without = Probe(plain, seconds)
+        if case.kind in ("host", "memory"):
+            plain.model.network.model.layers[0].mlp[1] = Plain()
+        without.updates = 2 * probe.updates
+        without_it = [without.run().total for _ in range(2)]
+    before, after = statistics.fmean(with_it), statistics.fmean(without_it)
+    saved = 0.0 if case.kind == "compute" else before - after
+    predicted = found.total - found.total / found.gain
+    return {
+        "case": case.says, "kind": case.kind, "named": found.bottleneck, "shares": found.shares,
+        "seconds": found.total, "with": before, "without": after, "saved": saved,
+        "predicted": predicted, "error": abs(predicted - saved) / saved if saved else 0.0,
+        "counterfactual": found.as_json()["counterfactual"], "mfu": found.mfu,
+        "busy": found.busy, "fix": found.fix,
+    }  # fmt: skip
+
+
+def _rank(rank: int, case: Case, store: str, target: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    try:
+        found = measure(case)
+        if rank == 0:
+            Path(target).write_text(json.dumps(found))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    """One case; an exchange between ranks in two processes of its own."""
+    if case.kind != "communication":
+        return measure(case)
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "found.json"
+        arguments = (case, str(Path(folder) / "store"), str(target))
+        torch.multiprocessing.spawn(_rank, arguments, nprocs=2)
+        return dict(json.loads(target.read_text()))
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown, with a line below on how many are named and how many gains are right."""
+    lines = [
+        "| in the way | named | its share | ms an update | counterfactual: predicted, measured | "
+        "removed: gain predicted, measured | off by |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        trial = row["counterfactual"]
+        tried = (
+            f"{trial['change']}: {1e3 * trial['predicted_seconds']:.1f}, "
+            f"{1e3 * trial['measured_seconds']:.1f} ms"
+        )
+        gain = "-"
+        if row["saved"]:
+            gain = f"{1e3 * row['predicted']:.1f}, {1e3 * row['saved']:.1f} ms"
+        off = f"{row['error']:.0%}" if row["saved"] else "-"
+        lines.append(
+            f"| {row['case']} | {row['named']} | {row['shares'][row['named']]:.0%} | "
+            f"{1e3 * row['seconds']:.1f} | {tried} | {gain} | {off} |"
+        )
+    named = sum(row["named"] == row["kind"] for row in rows)
+    gains = [row["error"] for row in rows if row["saved"]]
+    right = sum(error <= TARGET for error in gains)
+    lines.append("")
+    lines.append(
+        f"Named: {named} of {len(rows)}. Gain within {TARGET:.0%} of the measured one: {right} of "
+        f"{len(gains)} (largest difference {max(gains, default=0.0):.0%})."
+    )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    kinds = list(dict.fromkeys(case.kind for case in CASES))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", nargs="+", choices=kinds, default=kinds)
+    parser.add_argument("--json", type=Path, help="keep results here, beside those of other cases")
+    parser.add_argument("--only", type=int, help="of each kind this one, from 0")
+    arguments = parser.parse_args()
+    kept: dict[str, Any] = {}
+    if arguments.json is not None and arguments.json.is_file():
+        kept = json.loads(arguments.json.read_text())
+    for kind in arguments.cases:
+        cases = [case for case in CASES if case.kind == kind]
+        for case in cases if arguments.only is None else [cases[arguments.only]]:
+            kept[case.says] = run_case(case)
+            print(".", end="", file=sys.stderr, flush=True)
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(kept))
+    print(table([kept[case.says] for case in CASES if case.says in kept]))
+
+
+if __name__ == "__main__":
+    main()

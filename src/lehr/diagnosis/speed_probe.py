@@ -1,0 +1,348 @@
+"""A few updates of the real engine, timed, profiled, and once more with one thing changed.
+
+The spans of the engine say what the loader, log, checkpoints and evaluations take; a profile of
+three updates divides the rest. Then the counterfactual run: the suspected wait is taken away (a
+cached batch, no log, no exchange) or the batch doubled, and the seconds are held to those that
+the shares predict. Weights, data position and random state are as before afterwards.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import nn
+
+from lehr import ranks
+from lehr.diagnosis import speed_fixes as fixes
+from lehr.diagnosis.speed import Speed, Trial, bottleneck_of, doubled, seconds_by_class
+from lehr.diagnosis.speed_clock import fair_clock
+from lehr.diagnosis.speed_events import events_of, module_ranges
+from lehr.diagnosis.speed_limits import measure_limits, measure_overheads
+from lehr.diagnosis.speed_operations import (
+    UPDATE,
+    Table,
+    idle_after_waits,
+    table,
+)
+from lehr.diagnosis.speed_ranks import exchanged, timed_exchange
+from lehr.errors import OutOfResources
+from lehr.objectives.base import Objective
+from lehr.training import events as engine
+from lehr.training.batch import Merge
+from lehr.training.engine import Engine, Evaluate
+from lehr.training.schedules import Schedule
+from lehr.training.settings import EngineSettings
+from lehr.training.state import copied, put_back, running_buffers, trained_parameters
+from lehr.training.store import Batches
+
+WARM, PROFILED = 2, 3  # updates before one counts; updates in the profile
+LEAST, MOST = 5, 60  # updates that are timed
+NEVER = 10**9
+SMALL_RATE = 1e-3  # of the learning rate: the updates are real, and move next to nothing
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained: the arguments of an engine.
+
+    operations_per_token  of the model, for MFU; None = those counted, without recomputed ones
+    keeps_all   makes the model keep everything for the backward pass and back again, where it
+                computes again what it did not keep
+    """
+
+    model: nn.Module
+    objective: Objective
+    batches: Batches
+    settings: EngineSettings
+    seed_names: Sequence[object]
+    observers: Sequence[engine.Observer] = ()
+    evaluate: Evaluate | None = None
+    merge: Merge | None = None
+    operations_per_token: float | None = None
+    keeps_all: Callable[[], Any] | None = None
+    computes_again: Callable[[], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one update.
+
+    update   outside the spans: the median over the updates, which a busy machine moves least
+    spans    means: a wait may come with every tenth update only
+    busy     processor seconds over wall seconds and threads
+    """
+
+    update: float
+    spans: Mapping[str, float]
+    tokens: float
+    busy: float
+
+    @property
+    def total(self) -> float:
+        return self.update + sum(self.spans.values())
+
+
+class _Enough(Exception):
+    """The updates that were asked for are done."""
+
+
+class _Watch:
+    """The last observer: times the updates from one end to the next, then ends the run."""
+
+    def __init__(self, updates: int, profiler: Any = None) -> None:
+        self.last = WARM + updates
+        self.profiler: Any = profiler
+        self._range: Any = None
+        self.exchange: list[float] = [0.0]
+        self.cycles: list[float] = []
+        self.spans: list[Mapping[str, float]] = []
+        self.tokens: list[int] = []
+        self.began = self.processor = self.wall = self.computed = 0.0
+        self._before = self._exchanged = 0.0
+        self._done = 0
+
+    def __call__(self, event: engine.Event) -> None:
+        if not isinstance(event, engine.UpdateDone):
+            return
+        _wait_for_device()
+        now, exchange = fair_clock(), self.exchange[0]
+        if self._done >= WARM:
+            self.cycles.append(now - self._before)
+            self.spans.append({**event.spans, "communication": exchange - self._exchanged})
+            self.tokens.append(int(event.row["tokens"]))
+        elif self._done == WARM - 1:
+            self.began, self.processor = now, time.process_time()
+        self._done += 1
+        if self._done >= self.last:
+            self.wall = now - self.began
+            self.computed = time.process_time() - self.processor
+            raise _Enough
+        self._mark()
+        self._before, self._exchanged = fair_clock(), exchange
+
+    def _mark(self) -> None:
+        if self.profiler is None:
+            return
+        if self._done == WARM:
+            self.profiler.start()
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+        if self._done >= WARM:
+            self._range = torch.profiler.record_function(f"{UPDATE} {self._done}")
+            self._range.__enter__()
+
+    def close(self) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self.profiler.stop()
+
+    def timing(self) -> Timing:
+        names = dict.fromkeys(name for one in self.spans for name in one)
+        means = {name: fmean(one.get(name, 0.0) for one in self.spans) for name in names}
+        update = median(
+            max(0.0, cycle - sum(one.values()))
+            for cycle, one in zip(self.cycles, self.spans, strict=True)
+        )
+        busy = self.computed / max(self.wall, 1e-9) / torch.get_num_threads()
+        return Timing(update, means, fmean(self.tokens), busy)
+
+
+class _Fixed:
+    """The same packs for every update, `times` over."""
+
+    epoch = 0.0
+
+    def __init__(self, packs: Sequence[Any], times: int = 1) -> None:
+        self._packs = [pack for pack in packs for _ in range(times)]
+
+    def next(self) -> list[Any]:
+        return list(self._packs)
+
+    def state(self) -> int:
+        return 0
+
+    def load(self, state: Any) -> None:
+        pass
+
+
+class Probe:
+    """Measures one workload; nothing of it is left behind."""
+
+    def __init__(self, work: Workload, seconds: float = 4.0) -> None:
+        self.work, self.seconds = work, seconds
+        self.updates = LEAST
+
+    def run(self, **changes: Any) -> Timing:
+        """Time `updates` updates with these changes: batches, observers, settings, profiler."""
+        watch = _Watch(changes.pop("updates", self.updates), changes.pop("profiler", None))
+        work = replace(self.work, **changes)
+        settings = replace(
+            work.settings,
+            updates=max(work.settings.updates, NEVER),
+            learning_rate=work.settings.learning_rate * SMALL_RATE,
+            schedule=Schedule("constant", warmup=0),
+            early_stop=None,
+            promote="last",
+            guard=None if work.settings.guard is None else replace(
+                work.settings.guard, policy="skip"  # no checkpoint to go back to
+            ),
+        )  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder, timed_exchange() as watch.exchange:
+            made = Engine(
+                work.model, work.objective, work.batches, settings, Path(folder), work.seed_names,
+                (*work.observers, watch), work.evaluate, merge=work.merge,
+            )  # fmt: skip
+            made.spans.clock = fair_clock
+            try:
+                with suppress(_Enough):
+                    made.run()
+            finally:
+                watch.close()
+        return watch.timing()
+
+    def first(self) -> dict[str, float]:
+        """Seconds of one checkpoint and one evaluation; chooses how many updates are timed."""
+        every = 1 if self.work.evaluate else None
+        settings = replace(self.work.settings, checkpoint_every=1, evaluate_every=every)
+        found = self.run(settings=settings, updates=2)
+        plain = found.total - sum(found.spans.get(n, 0.0) for n in ("checkpoint", "evaluation"))
+        slowest = ranks.all_sum(plain) / ranks.world_size()  # all ranks take as many
+        wanted = int(min(MOST, max(LEAST, self.seconds / max(slowest, 1e-6))))
+        self.updates = wanted - wanted % 10 if wanted >= 10 else wanted  # what comes now and then
+        return {name: found.spans.get(name, 0.0) for name in ("checkpoint", "evaluation")}
+
+
+def measure_speed(
+    work: Workload, *, seconds: float = 4.0, trace: Path | None = None, prove: bool = True
+) -> Speed:
+    """Shares, bottleneck, counterfactual run and predicted gain of a workload.
+
+    seconds  for each of three runs, about; trace: a file for the profile (Chrome's format)
+    """
+    trained = trained_parameters(work.model, work.settings.precision)
+    buffers = running_buffers(work.model)
+    kept, kept_buffers, position = copied(trained), copied(buffers), work.batches.state()
+    state = torch.get_rng_state()
+    try:
+        return _measured(work, seconds, trace, prove)
+    finally:
+        put_back(trained, kept, "weights")
+        put_back(buffers, kept_buffers, "buffers")
+        work.batches.load(position)
+        torch.set_rng_state(state)
+
+
+def _measured(work: Workload, seconds: float, trace: Path | None, prove: bool) -> Speed:
+    device = next(work.model.parameters()).device.type
+    probe = Probe(work, seconds)
+    once = probe.first()
+    quiet = replace(work.settings, checkpoint_every=NEVER, evaluate_every=None)
+    probe.work = replace(work, settings=quiet, evaluate=None)
+    plain = probe.run()
+    found = _profile(probe, plain, trace)
+    spans = dict(plain.spans) | {
+        "checkpoint": once["checkpoint"] / work.settings.checkpoint_interval,
+        "evaluation": once["evaluation"] / (work.settings.evaluate_every or NEVER),
+    }
+    own = seconds_by_class(plain.update, spans, found.work)
+    # All ranks name the same bottleneck: its counterfactual run exchanges, or it does not.
+    by_class = {name: ranks.all_sum(value) / ranks.world_size() for name, value in own.items()}
+    name = bottleneck_of(by_class)
+    limits = measure_limits(work.settings.precision, device)
+    total = sum(by_class.values())
+    allowed = limits["gflops"] * 1e9 * total
+    model_operations = found.operations - found.recomputed
+    if work.operations_per_token is not None:
+        model_operations = work.operations_per_token * plain.tokens
+    moved = found.bytes / by_class["memory"] / 1e9 if by_class["memory"] > 0 else 0.0
+    answer = Speed(
+        seconds=by_class,
+        bottleneck=name,
+        mfu=model_operations / allowed if allowed > 0 else 0.0,
+        hfu=found.operations / allowed if allowed > 0 else 0.0,
+        bandwidth=moved / limits["gbytes"] if limits["gbytes"] > 0 else None,
+        busy=plain.busy,
+        groups=found.groups,
+        tokens=plain.tokens,
+        limits=limits,
+    )
+    trial, notes = _prove(probe, plain, answer) if prove else (None, ())
+    answer = replace(answer, trial=trial, notes=tuple(notes))
+    fix, gain = fixes.fix_of(answer, work.settings)
+    return replace(answer, fix=fix, gain=gain)
+
+
+def _prove(probe: Probe, plain: Timing, answer: Speed) -> tuple[Trial | None, Sequence[str]]:
+    """The counterfactual run that belongs to the bottleneck."""
+    name, seconds, work = answer.bottleneck, answer.seconds, probe.work
+    before = plain.total  # checkpoints and evaluations stand aside in every run of the probe
+    position = work.batches.state()
+    packs = work.batches.next()
+    work.batches.load(position)
+    if name in ("checkpoint", "evaluation"):
+        whole = answer.total
+        return Trial(f"no {name}s", whole - seconds[name], before, whole), ()
+    if name == "data":
+        found = probe.run(batches=_Fixed(packs))
+        return Trial("one cached batch", before - seconds[name], found.total, before), ()
+    if name == "log":
+        found = probe.run(observers=())
+        return Trial("no observers", before - seconds[name], found.total, before), ()
+    if name == "communication":
+        with exchanged(by_itself=True):
+            found = probe.run()
+        return Trial("no exchange", before - seconds[name], found.total, before), ()
+    if name == "recompute" and work.keeps_all is not None and work.computes_again is not None:
+        work.keeps_all()
+        try:
+            found = probe.run()
+        finally:
+            work.computes_again()
+        return Trial("everything kept", before - seconds[name], found.total, before), ()
+    if work.merge is None:
+        return None, ("no counterfactual run: packs of this workload cannot be merged",)
+    several = replace(work.settings, micro_batch=2 * work.settings.micro_batch)
+    try:
+        found = probe.run(batches=_Fixed(packs, 2), settings=several, observers=())
+    except (MemoryError, torch.OutOfMemoryError, OutOfResources):
+        return None, ("no counterfactual run: memory does not hold twice the batch",)
+    single = probe.run(batches=_Fixed(packs), observers=())
+    return Trial("twice the batch", doubled(seconds, answer.groups), found.total,
+                 single.total, batches=2), ()  # fmt: skip
+
+
+def _profile(probe: Probe, plain: Timing, trace: Path | None) -> Table:
+    """The table of a few profiled updates."""
+    device = next(probe.work.model.parameters()).device.type
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+    with module_ranges(probe.work.model):
+        probe.run(profiler=profiler, updates=PROFILED + 1)
+    if trace is not None:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(trace))
+    events, kernels, waits = events_of(profiler)
+    marks = [one for one in events if one.name.startswith(UPDATE)][1:]  # the first one warms up
+    began, ended = min(one.began for one in marks), max(one.ended for one in marks)
+    inside = [one for one in events if began <= one.began and one.ended <= ended]
+    found = table(inside, plain.update, sum(plain.spans.values()), measure_overheads())
+    if kernels:
+        within = [one for one in kernels if began <= one[0] and one[1] <= ended]
+        idle, _ = idle_after_waits(within, waits)
+        found.work["synchronisation"] = idle / len(marks)
+    return found
+
+
+def _wait_for_device() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
