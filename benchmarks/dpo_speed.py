@@ -82,8 +82,8 @@ def one_run(options: argparse.Namespace) -> dict[str, Any]:
             observers=(observe,),
             merge=merge,
         ).run()
-    naive = sum(2 * len(one.ids) + sum(len(b.ids) for b in one.branches) for one in encoded)
-    shared = sum(len(one.ids) + sum(len(b.ids) for b in one.branches) for one in encoded)
+    naive = sum(one.unshared_tokens for one in encoded)
+    shared = sum(one.tokens for one in encoded)
     numbers = [item for item, _ in batches.items()]
     place = {id(one): number for number, one in zip(numbers, encoded, strict=True)}
     asked = first_asked

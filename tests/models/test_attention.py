@@ -9,6 +9,7 @@ from families import FAMILIES, model_of, network_of, tree_pack
 import oracle
 from lehr.data.shapes import Segments
 from lehr.models import attention_cpu as attention_module
+from lehr.models import segments as segments_module
 from lehr.models.attention import (
     NAME,
     UnsupportedAttentionError,
@@ -74,6 +75,29 @@ def test_a_tree_equals_dense_attention_with_its_gradients(window, dtype):
     wanted = torch.autograd.grad((expected * weight).sum(), inputs)
     for one, two in zip(found, wanted, strict=True):
         assert oracle.relative_gap(one, two) < 1e-5
+
+
+@pytest.mark.parametrize("window", [2, 3, 4])
+def test_a_window_in_blocks_equals_dense_attention_with_its_gradients(window, monkeypatch):
+    """In blocks of two queries, where real ones are of hundreds."""
+    monkeypatch.setattr(segments_module, "BLOCK", (2, 2))
+    seen = _plan(*TREE).seen(window)
+    assert max(span.length for span in seen) == 2
+    assert max(span.context_length for span in seen) == window - 1
+    for dtype in (torch.float32, torch.float64):
+        test_a_tree_equals_dense_attention_with_its_gradients(window, dtype)
+
+
+def test_a_window_over_a_long_segment_needs_no_mask_of_it():
+    """The fault: a mask of 8,192 x 8,192, and work that grows with the square of the length."""
+    plan = _plan((0, 8192, -1), (8192, 600, 0))
+    seen = plan.seen(1024)
+    for span in seen:
+        plan.mask(span, 1024, torch.bfloat16, torch.device("cpu"))
+    assert sum(span.length for span in seen) == 8792
+    assert max(mask.numel() for mask in plan._masks.values()) <= 512 * (512 + 1024)
+    looked_at = sum(span.length * (span.context_length + span.length) for span in seen)
+    assert looked_at < 1.7 * plan.pairs(1024)
 
 
 def test_autograd_path_passes_gradcheck_with_a_soft_cap():

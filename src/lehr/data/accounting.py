@@ -33,7 +33,8 @@ class Accounting:
     shape              the detected shape of its rows
     kept, heldout      rows to train on, rows to measure with
     dropped            reason -> {"rows": n, "first": "file:line"}
-    tokens             of kept rows; `supervised_tokens` of them are learned
+    tokens             of kept rows, a shared prompt once; `supervised_tokens` of them are learned
+    unshared_tokens    of the same rows with one row an answer, its prompt before it
     dropped_tokens     lost to truncation
     """
 
@@ -45,6 +46,7 @@ class Accounting:
     heldout: int = 0
     dropped: dict[str, dict[str, Any]] = field(default_factory=dict)
     tokens: int = 0
+    unshared_tokens: int = 0
     supervised_tokens: int = 0
     dropped_tokens: int = 0
     notes: list[str] = field(default_factory=list)
@@ -100,6 +102,7 @@ class Accounting:
             "heldout": self.heldout,
             "dropped": {reason: dict(entry) for reason, entry in self.dropped.items()},
             "tokens": self.tokens,
+            "unshared_tokens": self.unshared_tokens,
             "supervised_tokens": self.supervised_tokens,
             "dropped_tokens": self.dropped_tokens,
             "notes": list(self.notes),
@@ -120,6 +123,7 @@ def merge(parts: Sequence[Accounting]) -> Accounting:
         merged.kept += part.kept
         merged.heldout += part.heldout
         merged.tokens += part.tokens
+        merged.unshared_tokens += part.unshared_tokens
         merged.supervised_tokens += part.supervised_tokens
         merged.dropped_tokens += part.dropped_tokens
         merged.notes += [note for note in part.notes if note not in merged.notes]

@@ -82,6 +82,13 @@ class Encoded:
         return int(self.ids.numel()) + sum(branch.tokens for branch in self.branches)
 
     @property
+    def unshared_tokens(self) -> int:
+        """Tokens where each branch is a row of its own, with the prompt before it."""
+        if not self.branches:
+            return self.tokens
+        return self.tokens + (len(self.branches) - 1) * int(self.ids.numel())
+
+    @property
     def supervised_tokens(self) -> int:
         return int(self.supervised.sum()) + sum(b.supervised_tokens for b in self.branches)
 

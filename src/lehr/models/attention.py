@@ -174,7 +174,7 @@ def attention_by_autograd(
     """The same [T, H, D] through autograd: any device and dtype; soft-capped logits (Gemma 2)."""
     repeats = query_htd.shape[0] // key_ktd.shape[0]
     parts = []
-    for span in plan.spans:
+    for span in plan.seen(window):
         query = query_htd[:, span.start : span.start + span.length]
         key = visible(key_ktd, span).repeat_interleave(repeats, 0)
         value = visible(value_ktd, span).repeat_interleave(repeats, 0)

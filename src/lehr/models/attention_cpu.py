@@ -41,7 +41,7 @@ class CpuSegments(torch.autograd.Function):
         window: int | None,
     ) -> Tensor:
         inputs = (query_htd, key_ktd, value_ktd)
-        short, long = _by_length(plan, query_htd.dtype)
+        short, long = _by_length(plan.seen(window), query_htd.dtype)
         out_thd = query_htd.new_empty(*query_htd.shape[1::-1], value_ktd.shape[-1])
         layout = None
         kept: list[Tensor] = []
@@ -82,10 +82,10 @@ def is_short(span: Span, dtype: torch.dtype) -> bool:
     return dtype in (torch.bfloat16, torch.float32) and span.context_length + span.length <= SHORT
 
 
-def _by_length(plan: SegmentPlan, dtype: torch.dtype) -> tuple[list[Span], list[Span]]:
+def _by_length(spans: Sequence[Span], dtype: torch.dtype) -> tuple[list[Span], list[Span]]:
     """The spans that plain products compute, and the others."""
-    short = [span for span in plan.spans if is_short(span, dtype)]
-    return short, [span for span in plan.spans if not is_short(span, dtype)]
+    short = [span for span in spans if is_short(span, dtype)]
+    return short, [span for span in spans if not is_short(span, dtype)]
 
 
 def _heads(inputs: Sequence[Tensor]) -> tuple[int, int]:

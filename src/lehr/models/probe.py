@@ -1,4 +1,4 @@
-"""The admission probe: about 40 tokens that prove each fast path for the model at hand."""
+"""The admission probe: about 50 tokens that prove each fast path for the model at hand."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def admission_probe(model: LanguageModel) -> list[Refusal]:
     """Every fast path that would give other numbers than the plain model; empty if all are exact.
 
     Compares, on random tokens: the fused head with the network's own logits; a packed
-    sequence with itself alone; the pack before and after a neighbour changes; a branch
-    that shares its prompt with the whole row alone.
+    sequence with itself alone; the pack before and after a neighbour changes; each of several
+    branches that share a prompt with its whole row alone.
     """
     known = _named_reasons(model.config)
     if any(one.path == "model" for one in known):
@@ -158,8 +158,8 @@ def _measured(model: LanguageModel) -> list[Refusal]:
         return torch.randint(0, top, (count,), generator=generator)
 
     first, second, other = some(12), some(9), some(12)
-    prompt, chosen, rejected = some(8), some(6), some(5)
-    tail = [(prompt, -1), (chosen, 2), (rejected, 2)]
+    prompt, *answers = some(8), some(6), some(5), some(6), some(1)
+    tail = [(prompt, -1), *((answer, 2) for answer in answers)]
     states = model.hidden(probe_pack([(first, -1), (second, -1), *tail]))
     changed = model.hidden(probe_pack([(other, -1), (second, -1), *tail]))
     head = model.head().detached()
@@ -187,16 +187,18 @@ def _measured(model: LanguageModel) -> list[Refusal]:
                 "use `packing: false`, or another model",
             )
         )
-    for branch, start in ((chosen, 29), (rejected, 35)):
+    end = 29
+    for branch in answers:
+        start, end = end, end + len(branch)
         row, _ = _plain(model, torch.cat([prompt, branch]))
-        gap = _gap(head.logits(states[start : start + len(branch)]), head.logits(row[8:]))
+        gap = _gap(head.logits(states[start:end]), head.logits(row[8:]))
         if gap > _limit(model):
             refusals.append(
                 Refusal(
                     "prefix sharing",
                     model.config.model_type,
                     f"an answer that shares its prompt differs from the row alone by {gap:.2g}",
-                    "preference stages cannot run on this model; choose another",
+                    "preference and policy stages cannot run on this model; choose another",
                 )
             )
             break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -9,6 +10,10 @@ import torch
 from torch import Tensor
 
 from lehr.data.shapes import Segments
+
+# Queries of a windowed segment at a time: fewer keep no core busy, more look at what most of
+# them do not see.
+BLOCK = 256, 512
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,20 @@ class SegmentPlan:
     layouts: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     watch: LooksAtAttention | None = None
     _masks: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
+    _windowed: dict[int, tuple[Span, ...]] = field(default_factory=dict)
+
+    def seen(self, window: int | None) -> tuple[Span, ...]:
+        """The spans, cut so that none has much before it that no query of it sees.
+
+        Without a window these are `spans`. With one the cost of a segment is its length times
+        the window, where a mask of the whole segment would cost its length squared.
+        """
+        if window is None:
+            return self.spans
+        if window not in self._windowed:
+            cut = [part for span in self.spans for part in _windowed(span, window)]
+            self._windowed[window] = tuple(cut)
+        return self._windowed[window]
 
     def pairs(self, window: int | None = None) -> int:
         """How many (query, key) pairs see each other."""
@@ -120,6 +139,29 @@ def plan_segments(segments: Segments, tokens: int) -> SegmentPlan:
     if covered != tokens:
         raise ValueError(f"segments cover {covered} tokens of a pack of {tokens}")
     return SegmentPlan(tokens, tuple(spans))
+
+
+def _windowed(span: Span, window: int) -> Iterator[Span]:
+    """Blocks of a span's queries, each with what its first query sees as the context."""
+    block = min(max(window, BLOCK[0]), BLOCK[1])
+    before = (*span.context, (span.start, span.length))
+    for first in range(0, span.length, block):
+        length = min(block, span.length - first)
+        reach = span.context_length + first  # tokens before the block
+        context = _last(before, reach, min(reach, window - 1))
+        yield Span(span.start + first, length, _joined(context))
+
+
+def _last(pieces: Sequence[tuple[int, int]], total: int, wanted: int) -> list[tuple[int, int]]:
+    """Of the first `total` tokens of `pieces` the last `wanted`, as pieces."""
+    found: list[tuple[int, int]] = []
+    at = 0
+    for start, length in pieces:
+        first, end = max(total - wanted - at, 0), min(length, total - at)
+        if first < end:
+            found.append((start + first, end - first))
+        at += length
+    return found
 
 
 def _joined(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

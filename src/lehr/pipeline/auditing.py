@@ -155,6 +155,7 @@ def _encode(rows: SourceRows, encoder: Encoder, account: Any, max_length: int) -
     account.drop_kept(dropped)
     account.notes += [note for note in gathered(notes) if note not in account.notes]
     account.tokens = sum(one.tokens for one in encoded)
+    account.unshared_tokens = sum(one.unshared_tokens for one in encoded)
     account.supervised_tokens = sum(one.supervised_tokens for one in encoded)
     return encoded
 

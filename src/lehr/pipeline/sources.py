@@ -175,6 +175,7 @@ def encode_source(
     train = _encode_side(source, "train", encoder, stage, accounting, cache_folder)
     heldout = _encode_side(source, "heldout", encoder, stage, accounting, cache_folder)
     accounting.tokens = sum(one.tokens for one in train)
+    accounting.unshared_tokens = sum(one.unshared_tokens for one in train)
     accounting.supervised_tokens = sum(one.supervised_tokens for one in train)
     _require_supervision(source, stage, accounting)
     return EncodedSource(source.name, train, heldout, accounting)

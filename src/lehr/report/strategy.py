@@ -188,6 +188,9 @@ def _data(
         tokens, trained = number(entry.get("tokens")), number(entry.get("supervised_tokens"))
         if tokens and trained is not None:
             line += f"; {count(trained)} of {count(tokens)} tokens ({trained / tokens:.0%}) teach"
+            unshared = number(entry.get("unshared_tokens")) or 0.0
+            if unshared > tokens:
+                line += f" (with a prompt for each answer they would be {count(unshared)})"
         lines.append(line + ".")
     for kind in dict.fromkeys(text(stage.get("kind")) for stage in stages):
         if kind in LIMITS:
