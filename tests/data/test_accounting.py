@@ -60,6 +60,7 @@ def test_merging_adds_up() -> None:
         "heldout": 2,
         "dropped": {"content is null": {"rows": 3, "first": "f:4"}},
         "tokens": 5,
+        "unshared_tokens": 0,
         "supervised_tokens": 0,
         "dropped_tokens": 0,
         "notes": [],

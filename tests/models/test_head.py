@@ -125,6 +125,62 @@ def test_a_sure_prediction_keeps_its_small_gradient_in_bf16():
     assert oracle.relative_gap(found.double(), expected) < 0.1
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_log_probabilities_in_bf16_are_not_rounded_as_logits_are(trains):
+    """The fault: a logit of about 20 comes out of a bf16 product rounded by up to 0.06."""
+    weight = _some(4000, 64, seed=1).bfloat16()
+    targets = torch.tensor([5, 60, 199, 3999])
+    near = weight[[5, 61, 200, 0]].float() * 0.3  # the first is likely, the others are not
+    hidden = (near + 0.1 * _some(4, 64)).bfloat16().requires_grad_()
+    exact = torch.log_softmax(hidden.detach().double() @ weight.double().T, 1)
+    wanted = exact[torch.arange(4), targets]
+    rounded = (hidden.detach() @ weight.T).float()
+    assert (rounded.log_softmax(1)[torch.arange(4), targets] - wanted).abs().max() > 1e-2
+    head = Head(weight.detach().requires_grad_(trains))
+    stats = token_stats(hidden, torch.arange(4), targets, head)
+    assert (stats.log_probability - wanted).abs().max() < 2e-3
+    (found,) = torch.autograd.grad(stats.log_probability.sum(), hidden)
+    wide = hidden.detach().double().requires_grad_()
+    logs = torch.log_softmax(wide @ weight.double().T, 1)[torch.arange(4), targets]
+    (expected,) = torch.autograd.grad(logs.sum(), wide)
+    assert oracle.relative_gap(found.double(), expected) < 2e-2
+
+
+def test_trained_rows_keep_their_own_logits_in_bf16():
+    weight, rows = _some(50, 16, seed=1).bfloat16(), _some(2, 16, seed=2) * 3
+    hidden = _some(6, 16).bfloat16()
+    logits = Head(weight, rows=rows, row_ids=torch.tensor([4, 9])).logits(hidden)
+    wanted = (hidden.float() @ weight.float().T).index_copy_(
+        1, torch.tensor([4, 9]), hidden.float() @ rows.T
+    )
+    assert (logits - wanted).abs().max() < 4e-2
+    assert torch.equal(logits[:, [4, 9]], wanted[:, [4, 9]])
+
+
+def test_peak_memory_of_the_loss_is_that_of_one_chunk():
+    """The fault: logits of all pairs, here 2,000 x 4,000 numbers; a chunk has 8 rows of them."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            for one in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(one, torch.Tensor):
+                    largest.append(one.numel())
+            return out
+
+    for dtype, trains in ((torch.float32, True), (torch.float32, False), (torch.bfloat16, False)):
+        hidden = _some(2000, 16).to(dtype).requires_grad_()
+        weight = _some(4000, 16, seed=1).to(dtype).requires_grad_(trains)
+        targets = torch.arange(2000)
+        with Watch():
+            stats = token_stats(hidden, targets, targets, Head(weight), chunk=8)
+            stats.log_probability.sum().backward()
+        assert max(largest) == weight.numel(), (dtype, trains)  # 8 rows of logits are 32,000
+
+
 def test_closed_form_of_equal_logits():
     head = Head(torch.zeros(8, 4))
     stats = token_stats(

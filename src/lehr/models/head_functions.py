@@ -134,7 +134,7 @@ class FrozenHead(torch.autograd.Function):
         for start in range(0, hidden_rd.shape[0], chunk):
             part = slice(start, start + chunk)
             wanted = targets[part, None]
-            logits = cap(head, uncapped(head, hidden_rd[part], matrix))
+            logits = cap(head, uncapped(head, hidden_rd[part], matrix, targets[part]))
             slopes = None if head.softcap is None else 1 - (logits / head.softcap) ** 2
             one = chunk_stats(logits, targets[part], entropy, argmax)
             stats.fill(part, one)
@@ -200,7 +200,7 @@ class FusedHead(torch.autograd.Function):
         matrix = weight.to(product_dtype(hidden_rd, weight))
         for start in range(0, hidden_rd.shape[0], chunk):
             part = slice(start, start + chunk)
-            logits = cap(head, uncapped(head, hidden_rd[part], matrix))
+            logits = cap(head, uncapped(head, hidden_rd[part], matrix, targets[part]))
             stats.fill(part, chunk_stats(logits, targets[part], entropy, argmax))
         ctx.save_for_backward(hidden_rd, weight, bias, rows, targets, stats.log_z)
         ctx.head, ctx.chunk = head, chunk
@@ -226,7 +226,7 @@ class FusedHead(torch.autograd.Function):
         for start in range(0, hidden_rd.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             hidden = hidden_rd[part]
-            capped = cap(head, uncapped(head, hidden, matrix))
+            capped = cap(head, uncapped(head, hidden, matrix, targets[part]))
             grad = torch.exp(capped - log_z[part, None]) * by_softmax[part, None]
             at = torch.arange(grad.shape[0], device=grad.device)
             grad[at, targets[part]] += by_log_probability[part]
