@@ -17,14 +17,18 @@ Run = dict[str, Any]
 
 
 def options_of(
-    argument_parser: argparse.ArgumentParser, batch_size: int, rounds: int, precision: str
+    argument_parser: argparse.ArgumentParser,
+    batch_size: int,
+    rounds: int,
+    precision: str,
+    updates: int = 4,
 ) -> argparse.Namespace:
-    """The options that all of them take; the last three are the defaults."""
+    """The options that all of them take; the last four are the defaults."""
     add = argument_parser.add_argument
     add("--model", default="smollm2-135m-instruct")
     add("--peer-python", default=None, help="python of the peer's environment")
     add("--rounds", type=int, default=rounds)
-    add("--updates", type=int, default=4)
+    add("--updates", type=int, default=updates)
     add("--batch-size", type=int, default=batch_size)
     add("--precision", default=precision, choices=["fp32", "bf16"])
     add("--threads", type=int, default=os.cpu_count() or 1)
@@ -45,10 +49,16 @@ def in_turn(
     options: argparse.Namespace,
     one_run: Callable[[argparse.Namespace], Run],
     rows_file: Callable[[Path, int], Path],
+    peer_script: str = "peer_trl.py",
+    both: Sequence[str] = (),
+    own: Sequence[str] = (),
+    peer_own: Sequence[str] = (),
 ) -> tuple[list[Run], list[Run]] | None:
     """The rounds of lehr and of the peer; None in the child, which prints its own run.
 
-    kind  sft | dpo: benchmarks.<kind>_speed is run again with --child, peer_trl with --kind
+    kind  sft | dpo | policy: benchmarks.<kind>_speed is run again with --child, the peer's script
+          with --kind
+    both, own, peer_own  further words for both children, for lehr's, for the peer's
     """
     if options.child:
         print(json.dumps(one_run(options)))
@@ -68,11 +78,12 @@ def in_turn(
             "precision": options.precision,
         }
         same = [word for name, value in named.items() for word in (f"--{name}", str(value))]
+        same += both
         module = ["-m", f"benchmarks.{kind}_speed", "--child"]
-        peer = [str(Path(__file__).parent / "peer_trl.py"), "--kind", kind]
-        peer += ["--sampling", options.peer_sampling]
+        peer = [str(Path(__file__).parent / peer_script), "--kind", kind]
+        peer += ["--sampling", options.peer_sampling, *peer_own]
         for _ in range(options.rounds):
-            ours.append(_child([sys.executable, *module, "--model", options.model, *same]))
+            ours.append(_child([sys.executable, *module, "--model", options.model, *same, *own]))
             if options.peer_python:
                 command = [options.peer_python, *peer, "--model", str(where), *same]
                 if "given" in ours[-1]:  # what lehr trained on, tokenized and in its order

@@ -1,4 +1,4 @@
-"""Policy updates: advantages and losses by hand, length bias, flat groups, ratio 1 without a pass."""
+"""Policy updates: advantages and losses by hand, length bias, flat groups, a ratio of 1."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_flat_group_teaches_nothing_and_is_counted(reward, scale):
 
 @pytest.mark.parametrize("bad", [[[1.0]], [[1.0, math.nan]], [[math.inf, 0.0]]])
 def test_rewards_that_compare_nothing_are_refused(bad):
-    with pytest.raises(ValueError, match="at least 2 samples|not finite"):
+    with pytest.raises(ValueError, match=r"at least 2 samples|not finite"):
         group_advantages(torch.tensor(bad))
 
 
@@ -168,7 +168,7 @@ def test_what_is_missing_is_named():
         Policy({0: Samples([1.0, -1.0])}).loss(model, pack)
     with pytest.raises(RecipeError, match=r"each of 2 samples \(found 3\)"):
         Policy({**SAMPLES, 1: Samples([1.0, 0.0, -1.0])}).loss(model, pack)
-    with pytest.raises(RecipeError, match="beta is 0.1"):
+    with pytest.raises(RecipeError, match=r"beta is 0\.1"):
         Policy(SAMPLES, beta=0.1).loss(model, pack)
     old = Samples([1.0, -1.0], [torch.zeros(3), torch.zeros(2)])
     with pytest.raises(RecipeError, match=r"sample's 1 tokens \(found 2\)"):

@@ -1,4 +1,4 @@
-"""Several samples of each prompt: each prompt is read once, each sample has random numbers of its own."""
+"""Several samples of each prompt: it is read once, and each has random numbers of its own."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class Policy:
             raise RecipeError(problems)
 
     def weight(self, pack: Pack) -> float:
-        """Σ w_r: tokens, groups or samples. Flat groups count: without them others would weigh more."""
+        """Σ w_r: tokens, groups or samples, flat groups too: else the others would weigh more."""
         if self.normalisation == "constant":
             return float(pack.sequences)
         return float(pack.weights.sum(dtype=torch.float64))
