@@ -28,23 +28,23 @@ from lehr.models.segments import plan_segments
 
 def normed(x: Tensor, norm: Norm) -> Tensor:
     """w x / sqrt(mean(x²) + ε) over the last dimension, in fp32 up to the product with w."""
-    wide = x.float()
-    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    # One rounding a call: a fused one would round by a row's place among the others.
-    factor = length.mul_(length).mul_(1 / x.shape[-1]).add_(norm.epsilon).rsqrt_()
-    return (wide * factor).to(x.dtype).mul_(norm.weight)
+    # Without the weight torch computes op by op: a row's bits do not depend on its place.
+    return F.rms_norm(x, x.shape[-1:], None, norm.epsilon).mul_(norm.weight)
 
 
-def rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary positions of [n, heads, size]; cosine and sine are [n, 1, size].
+def rotated(heads: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
+    """Rotary positions of [n, heads, size]; cosine and sine are [n, 1, size], see `signed`.
 
     Every term is rounded to the dtype of `heads`, as the network does it.
     """
-    half = heads.shape[-1] // 2
-    out = heads * cosine
-    out[..., :half].sub_(heads[..., half:] * sine[..., :half])
-    out[..., half:].add_(heads[..., :half] * sine[..., half:])
-    return out
+    other_half = torch.roll(heads, heads.shape[-1] // 2, -1)
+    return (heads * cosine).add_(other_half.mul_(signed_sine))
+
+
+def signed(sine: Tensor) -> Tensor:
+    """The sine as `rotated` takes it: negative for the first half, which loses the other one."""
+    half = sine.shape[-1] // 2
+    return torch.cat([-sine[..., :half], sine[..., half:]], dim=-1)
 
 
 def attend(query: Tensor, at: LayerViews, mask: Tensor, scale: float) -> Tensor:
@@ -214,10 +214,10 @@ class LeanNetwork:
         return embedded
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [n, 1, size] in the network's dtype."""
+        """Cosine and signed sine [n, 1, size] in the network's dtype."""
         like = torch.empty(1, 1, 1, dtype=self.shape.dtype)
         cosine, sine = self.shape.rotary(like, positions[None])
-        return cosine[0, :, None], sine[0, :, None]
+        return cosine[0, :, None], signed(sine)[0, :, None]
 
 
 class _Causal(nn.Module):
