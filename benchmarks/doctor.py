@@ -4,11 +4,11 @@
     python -m benchmarks.doctor fit --curves FOLDER     # strengths, to set limits by
     python -m benchmarks.doctor score --curves FOLDER   # the tables of docs/doctor.md
 
-Limits are set on the parts `fit` (AdamW, widths 16 and 32) and `slow` (the same, at other rates);
-the part `test` has other seeds, other sizes and other optimizers (SGD with momentum, Lion), and
-`fresh` is `test` with seeds that were not looked at before the limits were fixed. Curves lie on
-disk, so that limits can be set again without training again. All of it takes about twenty minutes
-of one core.
+Limits are set on the parts `fit` (AdamW, widths 16 and 32), `slow` (the same, at other rates) and
+`wide` (Adagrad, Adafactor), and on a look at `test` (SGD with momentum, Lion);
+`sealed` has other seeds, sizes and optimizers, and is to be scored once, with the limits final.
+Curves lie on disk, so that limits can be set again without training again. A part takes about ten
+minutes of one core.
 """
 
 from __future__ import annotations
@@ -27,18 +27,27 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.doctor_trainings import FAULTS, Group, Setup, context_of, fault_setup
+from benchmarks.doctor_models import Setup
+from benchmarks.doctor_trainings import FAULTS, Group, context_of, fault_setup
 from lehr.diagnosis.doctor import Diagnosis, diagnose, ranked
 from lehr.diagnosis.doctor_curve import curve_of_columns
 from lehr.diagnosis.doctor_look import Context, Look
 
-RUNS = {"fit": 6, "slow": 6, "test": 10, "fresh": 10}
-SEEDS_FROM = {"fit": 0, "slow": 250_000, "test": 500_000, "fresh": 750_000}
+RUNS = {"fit": 6, "slow": 6, "wide": 5, "test": 10, "sealed": 7}
+SEEDS_FROM = {"fit": 0, "slow": 250_000, "wide": 300_000, "test": 500_000, "sealed": 800_000}
 BASES = {
     "fit": (Setup(width=16, optimizer="adamw"), Setup(width=32, optimizer="adam95")),
+    "wide": (
+        Setup(width=40, layers=1, optimizer="adagrad"),
+        Setup(width=24, layers=3, optimizer="adafactor"),
+    ),
     "test": (Setup(width=24, optimizer="sgd"), Setup(width=48, layers=1, optimizer="lion")),
+    "sealed": (
+        Setup(width=20, optimizer="rmsprop"),
+        Setup(width=40, layers=1, optimizer="sgd"),
+        Setup(width=28, optimizer="lion"),
+    ),
 }
-BASES["fresh"] = BASES["test"]
 # Which name of the doctor is right for a fault; several where the curve shows one of several.
 RIGHT: dict[str, tuple[str, ...]] = {
     "lr_zero": ("flat_at_chance",),

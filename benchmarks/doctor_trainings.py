@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,166 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lehr.data.docstrings import docstring_rows
-
-VOCABULARY = 64
-CONTEXT = 32
-HELDOUT_ROWS = 96
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a group trains. `fault` is a key of `FAULTS`, or "" for a healthy run."""
-
-    fault: str = ""
-    width: int = 32
-    layers: int = 2
-    optimizer: str = "adamw"  # adamw | adam95 | sgd | lion
-    schedule: str = "cosine"  # cosine | linear | constant | wsd
-    warmup: int = 20
-    updates: int = 240
-    batch: int = 8
-    clip: float = 1.0
-    dropout: float = 0.0
-    rows: int = 6000  # of CONTEXT + 1 tokens; fewer rows are more epochs
-    source: str = "docstrings"  # docstrings | chain
-    evaluate_every: int = 20
-    kind: str = "language"  # language | lora | preference
-    resumes: bool = False
-    speed: float = 1.0  # of the optimizer's usual rate
-
-
-RATES = {"adamw": 6e-3, "adam95": 6e-3, "lion": 1.2e-3, "sgd": 0.6}
-
-
-@lru_cache
-def corpus(source: str) -> np.ndarray:
-    """Tokens below VOCABULARY: characters of docstrings, or a random chain of first order."""
-    if source == "docstrings":
-        text = "\n".join(row.value["text"] for row in docstring_rows()[0])[:1_200_000].lower()
-        names, counts = np.unique(list(text), return_counts=True)
-        kept = names[np.argsort(-counts)][: VOCABULARY - 1]
-        place = {name: number for number, name in enumerate(kept)}
-        return np.array([place.get(one, VOCABULARY - 1) for one in text], dtype=np.int64)
-    draw = np.random.default_rng(7)
-    chain = draw.dirichlet(np.full(VOCABULARY, 0.06), size=VOCABULARY)
-    cumulative = np.cumsum(chain, axis=1)
-    tokens = np.zeros(300_000, dtype=np.int64)
-    uniform = draw.random(len(tokens))
-    for index in range(1, len(tokens)):
-        tokens[index] = min(
-            VOCABULARY - 1, np.searchsorted(cumulative[tokens[index - 1]], uniform[index])
-        )
-    return tokens
-
-
-@lru_cache
-def unigram_entropy(source: str) -> float:
-    """Of the corpus, in nats."""
-    shares = np.bincount(corpus(source), minlength=VOCABULARY) / len(corpus(source))
-    shares = shares[shares > 0]
-    return float(-(shares * np.log(shares)).sum())
-
-
-class Weights:
-    """The weights of a group, in the order in which they are used."""
-
-    def __init__(self, runs: int, setup: Setup, generator: torch.Generator) -> None:
-        width = setup.width
-
-        def normal(*shape: int, spread: float) -> Tensor:
-            made = torch.randn(runs, *shape, generator=generator) * spread
-            return made.requires_grad_()
-
-        self.tensors = {
-            "embed": normal(VOCABULARY, width, spread=0.3),
-            "place": normal(CONTEXT + 1, width, spread=0.1),
-            "head": normal(width, VOCABULARY, spread=0.02),
-        }
-        for layer in range(setup.layers):
-            for name, shape in (
-                ("qkv", (width, 3 * width)),
-                ("out", (width, width)),
-                ("up", (width, 4 * width)),
-                ("down", (4 * width, width)),
-            ):
-                self.tensors[f"{layer}.{name}"] = normal(*shape, spread=shape[0] ** -0.5)
-        self.heads = max(1, width // 16)
-        self.layers = setup.layers
-
-    def add_adapters(self, runs: int, rank: int, generator: torch.Generator) -> None:
-        """Freeze all weights and put a LoRA pair beside each matrix of a layer."""
-        for name, tensor in list(self.tensors.items()):
-            tensor.requires_grad_(False)
-            if "." in name:
-                into, out = tensor.shape[1:]
-                a = torch.randn(runs, into, rank, generator=generator) * into**-0.5
-                self.tensors[f"{name}.a"] = a.requires_grad_()
-                self.tensors[f"{name}.b"] = torch.zeros(runs, rank, out).requires_grad_()
-
-    def trained(self) -> dict[str, Tensor]:
-        return {name: one for name, one in self.tensors.items() if one.requires_grad}
-
-    def product(self, hidden: Tensor, name: str) -> Tensor:
-        """hidden [runs, n, in] times a matrix, with its adapter."""
-        result = torch.bmm(hidden, self.tensors[name])
-        if f"{name}.a" in self.tensors:
-            low = torch.bmm(hidden, self.tensors[f"{name}.a"])
-            result = result + 2.0 * torch.bmm(low, self.tensors[f"{name}.b"])
-        return result
-
-    def logits(self, ids: Tensor, causal: bool = True, dropout: float = 0.0) -> Tensor:
-        """ids [runs, rows, t] to logits [runs, rows, t, vocabulary]."""
-        runs, rows, length = ids.shape
-        width = self.tensors["embed"].shape[-1]
-        offset = torch.arange(runs)[:, None, None] * VOCABULARY
-        hidden = functional.embedding(ids + offset, self.tensors["embed"].reshape(-1, width))
-        hidden = hidden + self.tensors["place"][:, None, :length]
-        hidden = hidden.reshape(runs, rows * length, width)
-        for layer in range(self.layers):
-            qkv = self.product(_normed(hidden), f"{layer}.qkv")
-            qkv = qkv.reshape(runs * rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-            mixed = functional.scaled_dot_product_attention(*qkv, is_causal=causal)
-            mixed = mixed.transpose(1, 2).reshape(runs, rows * length, width)
-            hidden = hidden + functional.dropout(self.product(mixed, f"{layer}.out"), dropout)
-            inner = functional.gelu(self.product(_normed(hidden), f"{layer}.up"))
-            hidden = hidden + functional.dropout(self.product(inner, f"{layer}.down"), dropout)
-        hidden = functional.dropout(_normed(hidden), dropout)
-        return torch.bmm(hidden, self.tensors["head"]).reshape(runs, rows, length, -1)
-
-
-def _normed(hidden: Tensor) -> Tensor:
-    return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-6)
-
-
-class Optimizer:
-    """AdamW, SGD with momentum and Lion over a group; `rate` [runs] is each run's own."""
-
-    def __init__(self, kind: str, tensors: dict[str, Tensor]) -> None:
-        self.kind, self.tensors, self.updates = kind, tensors, 0
-        self.first = {name: torch.zeros_like(one) for name, one in tensors.items()}
-        self.second = {name: torch.zeros_like(one) for name, one in tensors.items()}
-
-    @torch.no_grad()
-    def step(self, gradients: dict[str, Tensor], rate: Tensor, decay: float) -> None:
-        self.updates += 1
-        beta2 = 0.95 if self.kind == "adam95" else 0.999
-        for name, tensor in self.tensors.items():
-            gradient, first = gradients[name], self.first[name]
-            each = rate.reshape(-1, *[1] * (tensor.dim() - 1))
-            if self.kind == "sgd":
-                first.mul_(0.9).add_(gradient)
-                move = first * 0.1
-            elif self.kind == "lion":
-                move = (0.9 * first + 0.1 * gradient).sign()
-                first.mul_(0.99).add_(gradient, alpha=0.01)
-            else:
-                second = self.second[name]
-                first.mul_(0.9).add_(gradient, alpha=0.1)
-                second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-                rooted = (second / (1 - beta2**self.updates)).sqrt_().add_(1e-8)
-                move = first / (1 - 0.9**self.updates) / rooted
-            tensor.mul_(1 - each * decay).sub_(each * move)
+from benchmarks.doctor_models import (
+    CONTEXT,
+    HELDOUT_ROWS,
+    VOCABULARY,
+    Setup,
+    Weights,
+    corpus,
+    unigram_entropy,
+)
+from benchmarks.doctor_optimizers import RATES, Optimizer
 
 
 @dataclass
@@ -214,6 +63,22 @@ def shape_of_rate(setup: Setup, update: int) -> float:
     return 1.0
 
 
+# Share of a weight that decays in an update at the usual rate, whatever the optimizer's rate is.
+DECAY_PER_UPDATE = 3e-4
+# Adapters and preferences: share of the usual rate at which a stage trains, see docs/doctor.md.
+STAGE_RATES: dict[str, dict[str, float]] = {
+    "lora": {},
+    "preference": {"sgd": 0.015, "adafactor": 0.03, "rmsprop": 0.1, "lion": 0.07},
+}
+USUAL_STAGE_RATES = {"language": 1.0, "lora": 3.0, "preference": 0.05}
+
+
+def share_of_rate(setup: Setup) -> float:
+    """Of the optimizer's usual rate, by the kind of the stage."""
+    usual = USUAL_STAGE_RATES[setup.kind]
+    return STAGE_RATES.get(setup.kind, {}).get(setup.optimizer, usual)
+
+
 class Group:
     """One group of runs from the first update to its curves."""
 
@@ -223,10 +88,9 @@ class Group:
         self.numpy = np.random.default_rng(seed)
         draws = self.numpy
         spread = np.exp(draws.uniform(math.log(0.5), math.log(1.6), runs))
-        rate = setup.speed * RATES[setup.optimizer] * spread * (32 / setup.width) ** 0.5
-        if setup.kind != "language":
-            share = 0.3 if setup.optimizer == "sgd" else 0.05
-            rate = rate * {"lora": 3.0, "preference": share}[setup.kind]
+        usual = RATES[setup.optimizer] * spread * (32 / setup.width) ** 0.5
+        self.usual = torch.tensor(usual, dtype=torch.float32)
+        rate = setup.speed * share_of_rate(setup) * usual
         place = draws.integers(int(0.3 * setup.updates), int(0.75 * setup.updates), runs)
         self.draws = Draws(torch.tensor(rate, dtype=torch.float32), place, draws.random(runs))
         self.weights = Weights(runs, setup, self.generator)
@@ -278,12 +142,17 @@ class Group:
         if self.setup.kind == "preference":
             return self._preference()
         if self.setup.kind == "lora":
-            warm = replace(self.setup, kind="language", fault="", updates=120)
-            self._language(warm, record=False)
+            self._pretrain()
             self.weights.add_adapters(self.runs, 4, self.generator)
         self._language(self.setup, record=True)
         self.columns.pop("raw", None)
         return self._split()
+
+    def _pretrain(self) -> None:
+        """120 updates of all weights at the optimizer's usual rate."""
+        stage, self.draws.rate = self.draws.rate, self.usual
+        self._language(replace(self.setup, kind="language", fault="", updates=120), record=False)
+        self.draws.rate = stage
 
     def _split(self) -> list[dict[str, np.ndarray]]:
         return [
@@ -391,7 +260,7 @@ class Group:
                     learning_rate=rate.numpy(), grad_norm=norm.numpy(),
                 )  # fmt: skip
             clipped = {n: g * _each(scale.numpy(), g) for n, g in gradients.items()}
-            decay = 0.05
+            decay = DECAY_PER_UPDATE / RATES[setup.optimizer]
             if fault == "late_creep" and update > 0.5 * setup.updates:
                 decay = (
                     (1.0 + 3.0 * float(draws.size.mean()))
@@ -448,7 +317,7 @@ class Group:
     def _preference(self) -> list[dict[str, np.ndarray]]:
         """DPO on continuations: the corpus's own is chosen, a disturbed one rejected."""
         setup, fault = self.setup, self.setup.fault
-        self._language(replace(setup, kind="language", fault="", updates=120), record=False)
+        self._pretrain()
         beta = 0.1
         prompt = CONTEXT // 2
         reference = {name: one.detach().clone() for name, one in self.weights.tensors.items()}

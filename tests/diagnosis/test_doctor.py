@@ -199,7 +199,7 @@ def ramp(first: float, last: float, count: int = 100, spread: float = 0.0) -> li
 POLICY: list[tuple[str, dict[str, Any]]] = [
     (
         "both_fall",
-        {"loss": ramp(0.69, 0.5), "logps/chosen": ramp(-80, -84), "logps/rejected": ramp(-80, -95)},
+        {"loss": ramp(0.69, 0.5), "logps/chosen": ramp(-80, -84), "logps/rejected": ramp(-80, -86)},
     ),
     (
         "chosen_collapses",
@@ -228,11 +228,12 @@ def test_a_signature_of_policy_learning_is_named_first(name: str, columns: dict[
     assert found[:1] == [name], found
 
 
-def test_healthy_preference_learning_has_no_finding():
+@pytest.mark.parametrize("chosen", [-78, -83])  # this loss usually lowers the chosen a little
+def test_healthy_preference_learning_has_no_finding(chosen: float):
     columns = {
         "loss": ramp(0.69, 0.4, spread=0.02),
         "rewards/margins": ramp(0.0, 1.0, spread=0.05),
-        "logps/chosen": ramp(-80, -78, spread=0.5),
+        "logps/chosen": ramp(-80, chosen, spread=0.5),
         "logps/rejected": ramp(-80, -90, spread=0.5),
     }
     assert diagnose(curve_of_columns(columns)).healthy

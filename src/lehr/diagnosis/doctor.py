@@ -175,12 +175,23 @@ def ranked(look: Look) -> list[Sign]:
     order = list(TABLE)
     kept: list[Sign] = []
     seen: set[str] = set()
+    roots = _climbs_before_nan(signs)
+    signs = [one for one in signs if not roots or one.name in ("nan_at_step", *roots)]
     for sign in sorted(signs, key=lambda one: (order.index(one.name), -one.strength)):
         explained = {name for one in kept for name in EXPLAINS.get(one.name, ())}
         if sign.name not in explained | seen and "*" not in explained:
             kept.append(sign)
             seen.add(sign.name)
+    if roots:  # what climbed until it was not finite any more
+        return [*(one for one in signs if one.name in roots), *kept]
     return [one for number, one in enumerate(kept) if one.name not in _later(kept[number + 1 :])]
+
+
+def _climbs_before_nan(signs: Sequence[Sign]) -> tuple[str, ...]:
+    """The climb that ended in numbers that are not finite, if it was steep: the rate's."""
+    nan = next((one for one in signs if one.name == "nan_at_step"), None)
+    steep = [one for one in signs if one.name == "falls_then_climbs" and one.strength >= 2.0]
+    return tuple(one.name for one in steep[:1] if nan is not None and one.first < nan.first)
 
 
 def _later(signs: Sequence[Sign]) -> set[str]:

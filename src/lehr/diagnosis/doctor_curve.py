@@ -70,7 +70,10 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     ),
     "accuracy": ("objective.accuracy", "accuracy", "rewards/accuracies", "token_accuracy"),
 }
-STEPS = ("update", "step", "global_step", "iter", "iteration", "_step", "steps", "it", "n_steps")
+STEPS = (
+    *("update", "step", "global_step", "iter", "iteration", "_step", "steps", "it", "n_steps"),
+    *("current_steps", "train_step", "num_steps"),
+)
 _PREFIX = re.compile(r"^(train|training|metrics|trainer|loss|eval)[/.](?=.)")
 _EVALUATED = re.compile(r"^(eval|evaluation|val|valid|validation|test|dev)[/._]")
 _WIDE = ("__min", "__max")  # what wandb writes beside each column of an export

@@ -30,6 +30,8 @@ LIMITS: dict[str, float] = {
     "flat": 0.02,  # of the chance level: how far a flat curve may move
     "still": 0.004,  # of the level, where that is no chance level
     "unigram": 0.026,  # of the unigram entropy: how far from it
+    "shelf_low": 0.6,  # of ln V: where that entropy lies where it is not known
+    "shelf_high": 0.85,
     "start_above": 0.12,  # of the chance level
     "spike": 6.5,  # standard deviations of the noise
     "spike_share": 0.12,  # of what the run has fallen by then
@@ -38,6 +40,8 @@ LIMITS: dict[str, float] = {
     "sawtooth": 0.45,  # correlation one epoch apart
     "bumps": 0.7,  # share of regular gaps
     "too_low": 0.25,  # of the unigram entropy, or of the start
+    "soon": 0.15,  # more of it where a model from scratch has had a tenth of these updates
+    "soon_updates": 5000.0,
     "eval_below": 0.04,  # of the loss
     "eval_apart": 0.5,  # share of the training progress that the evaluation lacks
     "apart_fall": 5.0,  # of the noise: what must have been learnt before a share of it says much
@@ -46,6 +50,8 @@ LIMITS: dict[str, float] = {
     "gap_share": 0.15,  # of the fall
     "climb": 0.22,  # share of the fall that is lost again
     "creep": 0.04,
+    "least_rise": 0.01,  # of the level: what a climb must be beside the share of a small fall
+    "resume_eval": 0.01,  # of the evaluation: its rise over a resume
     "uncleared": 10.0,  # last gradient norm over the first
     "swings": 2.5,  # late spread over early spread
     "plateau": 0.17,  # share of the run

@@ -12,6 +12,7 @@ from lehr.diagnosis.doctor_look import FEWEST_POINTS, Look, Sign, Signature
 
 POLICY_LIMITS: dict[str, float] = {
     "fall": 0.5,  # nats by which both log-probabilities fall
+    "together": 0.6,  # share of the rejected answer's fall: less is what this loss usually does
     "collapse": 10.0,  # nats by which the chosen answer falls
     "runaway": 35.0,  # nats between policy and reference, of a sequence
     "kl": 10.0,  # end over the first third
@@ -57,6 +58,8 @@ def log_probabilities(look: Look) -> Sign | None:
     name = "both_fall"
     if -down >= POLICY_LIMITS["collapse"] * scale and other < 1.3 * down:
         name = "chosen_collapses"
+    elif down / other < POLICY_LIMITS["together"]:
+        return None
     return look.sign(name, strength, seen, column=column) if strength >= 1.0 else None
 
 

@@ -131,9 +131,33 @@ def jump_at_resume(look: Look) -> Sign | None:
                 height, strength = one, abs(one) / error / LIMITS["resume"]
         seen = f"the loss changes by {height:+.3g} at the resume after step {resume:g}"
         found = sign_if(look, "jump_at_resume", strength, seen, resume, resume)
+        found = found or _evaluation_jumps(look, resume)
         if found is not None and (best is None or found.strength > best.strength):
             best = found
     return best
+
+
+def _evaluation_jumps(look: Look, resume: float) -> Sign | None:
+    """The first evaluation after a resume lies above the last one before it: far less noise."""
+    steps, values = look.evaluation
+    after = int(np.searchsorted(steps, resume))
+    if after < 2 or after >= len(values) or len(values) < 6:
+        return None
+    moves = np.diff(values)
+    rise = float(moves[after - 1])
+    # An evaluation rises by chance too: this rise must stand out among those of the whole run.
+    usual = max(float(np.delete(moves, after - 1).max()), 0.0)
+    least = max(1.5 * usual, LIMITS["resume_eval"] * abs(float(values[after - 1])))
+    seen = f"the evaluation rises by {rise:.3g} over the resume after step {resume:g}"
+    return sign_if(
+        look,
+        "jump_at_resume",
+        rise / max(least, 1e-9),
+        seen,
+        resume,
+        resume,
+        column="evaluation.loss",
+    )
 
 
 def epoch_sawtooth(look: Look) -> Sign | None:
@@ -170,8 +194,8 @@ def periodic_bumps(look: Look) -> Sign | None:
     return sign_if(look, "periodic_bumps", share / LIMITS["bumps"], seen, starts[0], starts[-1])
 
 
-def _climb(look: Look) -> tuple[float, float, float, str]:
-    """(share of the fall that is lost again, first step, strength of significance, column)."""
+def _climb(look: Look) -> tuple[float, float, float, float, str]:
+    """(share of the fall that is lost again, the rise, first step, its significance, column)."""
     values = look.loss.value
     parts = levels(values, min(20, len(values) // 4))
     low = int(np.argmin(parts))
@@ -185,8 +209,8 @@ def _climb(look: Look) -> tuple[float, float, float, str]:
         up = float(np.median(evaluated[-2:]) - evaluated[bottom])
         spread = max(noise(evaluated), 1e-9)
         by_eval = up / max(look.start - float(evaluated[bottom]), 1e-9)
-        return by_eval, float(steps[bottom]), up / (3.0 * spread), "evaluation.loss"
-    return share, step, sure, "loss"
+        return by_eval, up, float(steps[bottom]), up / (3.0 * spread), "evaluation.loss"
+    return share, rise, step, sure, "loss"
 
 
 def _wavering(look: Look) -> float:
@@ -226,26 +250,25 @@ def climbs(look: Look) -> Sign | None:
     """The loss rises again: at once, as a slow creep, as a climb, or in growing swings."""
     if len(look.loss) < 2 * FEWEST_POINTS:
         return None
-    share, first, sure, column = _climb(look)
-    if sure < 1.0 or share < LIMITS["creep"]:
+    share, rise, first, sure, column = _climb(look)
+    if sure < 1.0 or share < LIMITS["creep"] or rise < LIMITS["least_rise"] * abs(look.lowest):
         return None
     values = look.loss.value
     third = len(values) // 3
     swings = noise(values[-third:]) / max(noise(values[third // 2 : third // 2 + third]), 1e-9)
     swings = max(swings, LIMITS["swings"] * _wavering(look) / 2.0)
     seen = f"the loss loses {share:.0%} of its fall again, from step {first:g} on"
-    jump, where = _sudden(look)
-    if jump > 0.6 * share * look.fall and not _rate_rises(look, where):
+    jump, where = _sudden(look, first)
+    if jump > 0.6 * rise and not _rate_rises(look, where):
         seen = f"the loss jumps by {jump:.3g} at step {where:g} and stays there"
-        return sign_if(look, "spike_that_stays", jump / (0.6 * share * look.fall), seen, where)
-    steps, rates = look.rate
-    raised = False
-    if len(rates) >= FEWEST_POINTS:
-        then = float(rates[min(len(rates) - 1, int(np.searchsorted(steps, first)))])
-        raised = float(rates[-1]) > 1.5 * then
-        if raised:
-            seen += f"; the rate rises from {then:.2g} to {rates[-1]:.2g} meanwhile"
-    if share < LIMITS["climb"] and not raised:
+        return sign_if(look, "spike_that_stays", jump / (0.6 * rise), seen, where)
+    then, now = _rates(look, first)
+    raised = now > 1.5 * then
+    if raised:
+        seen += f"; the rate rises from {then:.2g} to {now:.2g} meanwhile"
+    # Where the rate falls meanwhile it is not what drives the loss up.
+    lowered = 0.0 < now < 0.5 * then and share < 2.0 * LIMITS["climb"]
+    if (share < LIMITS["climb"] or lowered) and not raised:
         strength = min(share / LIMITS["creep"], sure)
         return sign_if(look, "late_creep", strength, seen, first, column=column)
     if swings >= LIMITS["swings"] and not raised:
@@ -255,15 +278,37 @@ def climbs(look: Look) -> Sign | None:
     return sign_if(look, "falls_then_climbs", strength, seen, first, column=column)
 
 
-def _sudden(look: Look) -> tuple[float, float]:
-    """(height, step) of the largest rise within a few points that stands out of the noise."""
+def _rates(look: Look, step: float) -> tuple[float, float]:
+    """(learning rate at a step, at the end); zeros where it is not known."""
+    steps, rates = look.rate
+    if len(rates) < FEWEST_POINTS:
+        return 0.0, 0.0
+    return float(rates[min(len(rates) - 1, int(np.searchsorted(steps, step)))]), float(rates[-1])
+
+
+def _sudden(look: Look, first: float) -> tuple[float, float]:
+    """(height, step) of the largest rise within a few points that stands out of the noise.
+
+    first  step from which the loss climbs: what was sudden long before is another matter
+    """
+    steps, evaluated = look.evaluation
+    if len(evaluated) >= 5:
+        moves = np.where(steps[1:] > first, np.diff(evaluated), 0.0)
+        place = int(np.argmax(moves))
+        risen = float(np.median(evaluated[-2:]) - evaluated.min())
+        if moves[place] > 0.75 * max(risen, 1e-9) and len(evaluated) - place > 2:
+            return float(moves[place]), float(steps[place])
     values, width = look.loss.value, 8
     if len(values) < 4 * width:
         return 0.0, 0.0
     means = np.convolve(values, np.full(width, 1.0 / width), mode="valid")
     rises = means[width + 2 :] - means[: -width - 2]  # two points between both stretches
+    begin = int(np.searchsorted(look.loss.steps, first)) - 3 * width
+    rises = rises[max(begin, 0) :]
+    if not len(rises):
+        return 0.0, 0.0
     place = int(np.argmax(rises))
     height = float(rises[place])
     if height < 6.0 * look.noise * math.sqrt(2.0 / width):
         return 0.0, 0.0
-    return height, float(look.loss.steps[place + width])
+    return height, float(look.loss.steps[max(begin, 0) + place + width])

@@ -41,7 +41,7 @@ def not_finite(look: Look) -> Sign | None:
     flags = look.curve.nonfinite
     name = next((one for one in ("loss", "grad_norm") if one in flags), None)
     if name is None:
-        return None
+        return _hidden(look)
     places = np.flatnonzero(flags[name])
     first = int(places[0])
     finite_before = np.isfinite(look.curve.columns["loss"][:first]).sum()
@@ -51,6 +51,22 @@ def not_finite(look: Look) -> Sign | None:
     title = "nan_at_first_step" if not finite_before else "nan_at_step"
     seen = f"{name} is not finite at step {steps[first]:g}, {how}"
     return look.sign(title, 50.0, seen, steps[first], steps[places[-1]], name)
+
+
+def _hidden(look: Look) -> Sign | None:
+    """A loss of exactly 0 to the end, at once: how trainers that filter NaN show it."""
+    values, steps = look.loss.value, look.loss.steps
+    if len(values) < 4 or values[-1] != 0.0 or not values.any():
+        return None
+    last = int(np.flatnonzero(values)[-1])
+    before = float(np.median(values[max(0, last - 4) : last + 1]))
+    if len(values) - 1 - last < 3 or before < 0.1 * look.start:
+        return None  # it came down to 0 by learning
+    seen = (
+        f"the loss falls from {before:.3g} to exactly 0 at step {steps[last + 1]:g} and stays: "
+        "so trainers show a number that is not finite"
+    )
+    return look.sign("nan_at_step", 20.0, seen, steps[last + 1], steps[-1])
 
 
 # -- levels -------------------------------------------------------------------
@@ -119,10 +135,14 @@ def flat(look: Look) -> Sign | None:
 def flat_at_unigram(look: Look) -> Sign | None:
     """The loss falls to the entropy of the token frequencies and stays there."""
     entropy, guess = look.context.unigram_entropy, look.context.guess
+    if entropy is None and guess is not None and look.enough:
+        return _shelf(look, guess)
     if entropy is None or guess is None or not look.enough or entropy > 0.97 * guess:
         return None
     if look.start < entropy + 0.5 * (guess - entropy):
         return None  # it did not come from guessing
+    if rate_ran_out(look) is not None:
+        return None  # it stays because nothing is trained any more
     values = look.loss.value
     middle, end = level(values, 0.4, 0.7), level(values, 0.7, 1.0)
     if end < (1.0 - 2.0 * LIMITS["unigram"]) * entropy:
@@ -130,11 +150,45 @@ def flat_at_unigram(look: Look) -> Sign | None:
     _, evaluated = look.evaluation
     if len(evaluated) >= 4:
         half = evaluated[len(evaluated) // 2 :]
-        middle, end = float(half[0]), float(np.median(half[-2:]))
+        if _moves(evaluated, 0.004 * entropy):
+            return None
+        # Held-out rows may be harder or easier than the corpus; they show best that nothing moves.
+        middle, last = float(half[0]), float(np.median(half[-2:]))
+        middle, end = min(
+            ((middle, last), (middle - last + end, end)), key=lambda pair: abs(pair[1] - entropy)
+        )
     distance = max(abs(end - entropy), abs(middle - entropy) * 0.7, abs(end - middle))
     strength = LIMITS["unigram"] * entropy / max(distance, 1e-3 * entropy)
     seen = f"the loss stays at {end:.3g}; the token frequencies alone give {entropy:.3g}"
     return sign_if(look, "flat_at_unigram", strength, seen)
+
+
+def _shelf(look: Look, guess: float) -> Sign | None:
+    """Flat where the entropy of token frequencies usually lies, if it is not known itself."""
+    values = look.loss.value
+    if look.context.chance is not None or abs(look.start / guess - 1.0) > 0.1 or len(values) < 60:
+        return None
+    middle, end = level(values, 0.5, 0.75), level(values, 0.75, 1.0)
+    low, high = LIMITS["shelf_low"] * guess, LIMITS["shelf_high"] * guess
+    error = 1.25 * look.noise / math.sqrt(len(values) / 4)
+    strength = LIMITS["still"] * end / max(abs(end - middle), 0.25 * LIMITS["still"] * end)
+    if not low < end < high or error > LIMITS["still"] * end:
+        return None
+    seen = (
+        f"the loss stays at {end:.3g}, {end / guess:.2f} of ln V: there the entropy of the token "
+        "frequencies usually lies"
+    )
+    return sign_if(look, "flat_at_unigram", strength, seen)
+
+
+def _moves(evaluated: Floats, least: float) -> bool:
+    """Whether the last quarter still falls, steadily, or the end lies above the lowest value."""
+    late = evaluated[-max(3, len(evaluated) // 4 + 1) :]
+    spread = max(noise(evaluated[len(evaluated) // 3 :]), 1e-9)
+    steady = float(np.mean(np.diff(late) < 0)) >= 0.75
+    falls = steady and late[0] - late[-1] > max(0.75 * least, 3.0 * spread)
+    risen = float(np.median(evaluated[-2:]) - evaluated.min()) > max(3.0 * least, 4.0 * spread)
+    return bool(falls or risen)
 
 
 def too_low_too_soon(look: Look) -> Sign | None:
@@ -153,8 +207,13 @@ def too_low_too_soon(look: Look) -> Sign | None:
         return None  # a preference loss may go to 0
     if look.start < 0.5 * whole and look.context.guess is not None:
         whole = look.start
+    limit = LIMITS["too_low"]
+    if look.context.unigram_entropy and whole > look.start * 0.5:
+        # From guessing: the fewer updates, the less can have been learnt in honest ways.
+        sooner = math.log10(LIMITS["soon_updates"] / max(float(look.curve.steps[-1]), 1.0))
+        limit += LIMITS["soon"] * min(max(sooner, 0.0), 1.0)
     seen = f"the loss ends at {end:.3g}, from {look.start:.3g}"
-    return sign_if(look, "too_low_too_soon", LIMITS["too_low"] * whole / max(end, 1e-6), seen)
+    return sign_if(look, "too_low_too_soon", limit * whole / max(end, 1e-6), seen)
 
 
 # -- evaluation ---------------------------------------------------------------
@@ -203,7 +262,7 @@ def _gap_opens(look: Look) -> Sign | None:
     gained = float(np.median(values[half - 1 : half + 1]) - np.median(values[-2:]))
     gap = values - train
     opened = float(np.median(gap[-2:]) - np.median(gap[:2]))
-    if gained > 0.25 * learnt or learnt <= 0.0:
+    if gained > 0.25 * max(learnt, 0.5 * opened):
         return None
     least = max(LIMITS["gap_noise"] * look.noise, LIMITS["gap_share"] * look.fall)
     seen = (
