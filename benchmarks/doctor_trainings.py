@@ -326,6 +326,8 @@ class Group:
             trained = {n: one for n, one in trained.items() if n not in ("head", "embed")}
         optimizer = Optimizer(setup.optimizer, trained)
         rate_scale = {"dpo_displacement": 8.0, "dpo_runaway": 25.0}.get(fault, 1.0)
+        if fault == "dpo_displacement" and setup.optimizer == "sgd":
+            rate_scale = 30.0  # at 8 nothing happens: SGD moves by the gradient, which is small
         for update in range(setup.updates):
             chosen, epoch = self.batch(update)
             rejected = self._rejected(chosen, prompt)

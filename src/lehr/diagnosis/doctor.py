@@ -223,7 +223,7 @@ def _finding(sign: Sign, look: Look, stage: str) -> Finding:
         confidence=confidence(sign.strength, entry.ceiling),
         where=f"{stage}: {where}" if stage else where,
         seen=sign.seen,
-        causes=_causes(entry, look),
+        causes=_causes(entry, look, sign),
         decisive_test=entry.test,
         fix={"do": entry.fix, "patch": _patch(entry, look)},
         also_possible=entry.also,
@@ -233,7 +233,10 @@ def _finding(sign: Sign, look: Look, stage: str) -> Finding:
     )
 
 
-def _causes(entry: Entry, look: Look) -> tuple[str, ...]:
+def _causes(entry: Entry, look: Look, sign: Sign) -> tuple[str, ...]:
+    if sign.name == "growing_oscillation" and sign.column == "grad_norm":  # a sum of gradients
+        first = [one for one in entry.causes if "not cleared" in one]
+        return (*first, *(one for one in entry.causes if one not in first))
     _, rates = look.rate
     if "flat" in entry.title and len(rates) and float(rates.max()) == 0.0:
         return ("the learning rate is 0 in every row", *entry.causes)

@@ -29,11 +29,12 @@ FEWEST_POINTS = 12  # below that only what one point can say is said
 LIMITS: dict[str, float] = {
     "flat": 0.02,  # of the chance level: how far a flat curve may move
     "still": 0.004,  # of the level, where that is no chance level
+    "still_eval": 0.002,  # the same for an evaluation, whose rows are the same each time
     "unigram": 0.026,  # of the unigram entropy: how far from it
     "shelf_low": 0.6,  # of ln V: where that entropy lies where it is not known
     "shelf_high": 0.85,
     "start_above": 0.12,  # of the chance level
-    "spike": 6.5,  # standard deviations of the noise
+    "spike": 9.0,  # standard deviations of the noise
     "spike_share": 0.12,  # of what the run has fallen by then
     "stays": 0.35,  # share of a spike's height that is there at the end
     "resume": 3.5,  # standard errors
@@ -53,6 +54,8 @@ LIMITS: dict[str, float] = {
     "least_rise": 0.01,  # of the level: what a climb must be beside the share of a small fall
     "resume_eval": 0.01,  # of the evaluation: its rise over a resume
     "uncleared": 10.0,  # last gradient norm over the first
+    "summed": 3.0,  # the same, where the norm has hardly any noise:
+    "batch_noise": 0.008,  # of the norm; gradients of single batches differ by 0.013 and more
     "swings": 2.5,  # late spread over early spread
     "plateau": 0.17,  # share of the run
     "tail": 0.08,  # share of the run at a rate of 0
@@ -152,7 +155,7 @@ class Look:
 
     @cached_property
     def bumps(self) -> list[Departure]:
-        return departures(self.loss, 0.7 * self.least_spike) if self.enough else []
+        return departures(self.loss, 0.5 * self.least_spike) if self.enough else []
 
     @property
     def least_spike(self) -> float:

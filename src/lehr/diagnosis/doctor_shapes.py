@@ -230,11 +230,31 @@ def _gradient_growth(look: Look) -> float:
     return level(norms, 0.75, 1.0) / max(float(norms[0]), 1e-12)
 
 
+def _smooth_gradients(look: Look, growth: float) -> Sign | None:
+    """A growing norm without the noise of a batch: each gradient is the sum of all before it.
+
+    The one shape that is there where the optimizer divides by the norm and the loss hides it.
+    """
+    _, norms = look.curve.points("grad_norm")
+    if len(norms) < 4 * FEWEST_POINTS or growth < LIMITS["summed"]:
+        return None
+    rough = noise(np.log(np.maximum(norms[len(norms) // 2 :], 1e-12)))
+    seen = (
+        f"the gradient norm grows to {growth:.0f} times its first value and differs by only "
+        f"{rough:.1%} from one batch to the next"
+    )
+    strength = LIMITS["batch_noise"] / max(rough, 0.1 * LIMITS["batch_noise"])
+    return sign_if(look, "growing_oscillation", strength, seen, column="grad_norm")
+
+
 def uncleared(look: Look) -> Sign | None:
-    """The gradient norm grows and grows, and the loss leaves its lowest level."""
+    """The gradient norm grows and grows: smoothly, or while the loss leaves its lowest level."""
     if len(look.loss) < 2 * FEWEST_POINTS:
         return None
     growth = _gradient_growth(look)
+    smooth = _smooth_gradients(look, growth)
+    if smooth is not None:
+        return smooth
     parts = levels(look.loss.value, 12)
     low = int(np.argmin(parts[:-1]))
     hump = float(parts[low:].max() - parts[low]) / look.fall

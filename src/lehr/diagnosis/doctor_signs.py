@@ -124,7 +124,9 @@ def flat(look: Look) -> Sign | None:
     limit = LIMITS["flat"] * height if at_chance else LIMITS["still"] * height
     _, evaluated = look.evaluation
     if len(evaluated) > 2:
-        moved = max(moved, 0.7 * float(np.ptp(evaluated)))
+        # The same rows each time: away from chance a small move is a move.
+        factor = 0.7 if at_chance else LIMITS["still"] / LIMITS["still_eval"]
+        moved = max(moved, factor * float(np.ptp(evaluated)))
     name = "flat_at_chance" if at_chance else "flat_from_start"
     if not moved < limit or (not at_chance and look.noise > 5.0 * limit and len(evaluated) < 3):
         return None
@@ -152,6 +154,8 @@ def flat_at_unigram(look: Look) -> Sign | None:
         half = evaluated[len(evaluated) // 2 :]
         if _moves(evaluated, 0.004 * entropy):
             return None
+        if float(np.median(half[-2:])) < (1.0 - 2.0 * LIMITS["unigram"]) * entropy:
+            return None  # held-out rows are not that much easier than the corpus
         # Held-out rows may be harder or easier than the corpus; they show best that nothing moves.
         middle, last = float(half[0]), float(np.median(half[-2:]))
         middle, end = min(
