@@ -6,7 +6,8 @@
 
 Limits are set on the parts `fit` (AdamW, widths 16 and 32), `slow` (the same, at other rates) and
 `wide` (Adagrad, Adafactor), and on a look at `test` (SGD with momentum, Lion);
-`sealed` has other seeds, sizes and optimizers, and is to be scored once, with the limits final.
+`sealed` has other seeds and sizes and RMSprop, and was scored once, with the limits final: whoever
+changes a limit after that look needs another part.
 Curves lie on disk, so that limits can be set again without training again. A part takes about ten
 minutes of one core.
 """
@@ -32,6 +33,7 @@ from benchmarks.doctor_trainings import FAULTS, Group, context_of, fault_setup
 from lehr.diagnosis.doctor import Diagnosis, diagnose, ranked
 from lehr.diagnosis.doctor_curve import curve_of_columns
 from lehr.diagnosis.doctor_look import Context, Look
+from lehr.evaluation.statistics import wilson
 
 RUNS = {"fit": 6, "slow": 6, "wide": 5, "test": 10, "sealed": 7}
 SEEDS_FROM = {"fit": 0, "slow": 250_000, "wide": 300_000, "test": 500_000, "sealed": 800_000}
@@ -267,22 +269,34 @@ def strengths(folder: Path) -> None:
         print(f"{name:26} healthy at most {alarms[name]:6.2f}   right from, median {low}")
 
 
+def interval(count: int, runs: int) -> str:
+    """Wilson interval of a share at 95 %, which takes runs for independent."""
+    if not runs:
+        return "-"
+    found = wilson(count, runs)
+    return f"{100 * found.low:.1f} to {100 * found.high:.1f} %"
+
+
 def print_score(found: dict[str, Any]) -> None:
-    print("| fault put in | runs | right name first | other first findings |")
-    print("| --- | --- | --- | --- |")
+    print("| fault put in | runs | right name first | 95 % (Wilson) | other first findings |")
+    print("| --- | --- | --- | --- | --- |")
     for fault, counts in sorted(found["table"].items()):
         names = RIGHT.get(fault, ("healthy",))
         runs = sum(counts.values())
         other = ", ".join(f"{name} {n}" for name, n in counts.items() if name not in names)
         good = sum(counts.get(name, 0) for name in names)
-        print(f"| {fault} | {runs} | {good} ({names[0]}) | {other or '-'} |")
-    print(
-        f"\nright name first {found['right']} of {found['runs']} "
-        f"({found['right'] / max(1, found['runs']):.1%}), among the findings "
-        f"{found['named_at_all']}; said healthy of {found['said_healthy']} faulty runs at the end, "
-        f"of {found['said_healthy_halfway']} at half of the run; false alarms "
-        f"{found['false_alarms']} of {found['healthy_runs']} healthy runs"
-    )
+        print(
+            f"| {fault} | {runs} | {good} ({names[0]}) | {interval(good, runs)} | {other or '-'} |"
+        )
+    runs, sound = found["runs"], found["healthy_runs"]
+    for what, count, of in (
+        ("right name first", found["right"], runs),
+        ("right name among the findings", found["named_at_all"], runs),
+        ("faulty runs called healthy at the end", found["said_healthy"], runs),
+        ("the same at half of the run", found["said_healthy_halfway"], runs),
+        ("false alarms in healthy runs", found["false_alarms"], sound),
+    ):
+        print(f"{what}: {count} of {of} ({interval(count, of)})")
     for line in found["alarms"]:
         print("  ", line)
 
