@@ -9,7 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lehr.diagnosis.planner import (
     Shape,
     activation_bytes_per_token,
+    decoding_bytes,
     forecast,
+    kv_cache_bytes,
     operations_per_update,
     resident_bytes,
     seconds_per_update,
@@ -84,6 +86,22 @@ def test_components_in_closed_form() -> None:
     small = plan(10_000, head_chunk=16, activation_bytes=1_000)
     assert small["decoding"] == 4_000_000 - 40_000 - 1_000 - small["head"] > 0
     assert resident_bytes(lora) > lora["peak"]
+
+
+def test_what_decoding_needs_in_closed_form() -> None:
+    # d 64, q 64, k 32, f 160, 3 layers: q/k/v, output, gate and up, down.
+    products = 64 * (64 + 2 * 32) + 64 * 64 + 2 * 64 * 160 + 64 * 160
+    assert decoding_bytes(CONFIG, "bf16", packed=True) == 3 * products * 2
+    assert decoding_bytes(CONFIG, "fp32", packed=False) == 3 * products * 4  # all are small
+    wide = {**CONFIG, "hidden_size": 8192}  # heads of 2,048: only gate/up and down stay small
+    assert decoding_bytes(wide, "fp32", packed=False) == 3 * 4 * (2 + 1) * 8192 * 160
+    assert kv_cache_bytes(CONFIG, 5, 7, "bf16") == 2 * 3 * 32 * 2 * 5 * 7
+    small = {"head_chunk": 16, "activation_bytes": 1_000}
+    let_go = 40_000 + 1_000 + 16 * 500 * 12
+    found = plan(10_000, decoding_bytes=100_000, kv_cache_bytes=50_000, **small)
+    assert (found["decoding"], found["kv_cache"]) == (0, 50_000 - (let_go - 100_000))
+    found = plan(10_000, decoding_bytes=200_000, kv_cache_bytes=50_000, **small)
+    assert (found["decoding"], found["kv_cache"]) == (200_000 - let_go, 50_000)
 
 
 def test_grows_with_the_right_things() -> None:

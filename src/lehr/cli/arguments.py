@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from lehr.errors import LehrError, Problem, RecipeError
 
@@ -22,6 +24,32 @@ NAME_ERRORS = frozenset(
         errno.EINVAL,
     }
 )
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device that a plan is for, where it is not this one: GiB, 10^9 operations a second."""
+
+    memory_gib: float | None = None
+    gflops: float | None = None
+
+    @classmethod
+    def of(cls, memory: str | None, tflops: float | None) -> Device:
+        """From `--memory 24GiB --tflops 60`. Raises RecipeError for what is no size or no rate.
+
+        >>> Device.of("24GiB", 60).memory_gib, Device.of("512MiB", None).memory_gib
+        (24.0, 0.5)
+        """
+        size = None
+        if memory is not None:
+            found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|MiB|)", memory.strip())
+            size = float(found[1]) / (1024 if found[2] == "MiB" else 1) if found else 0.0
+            if size <= 0:
+                raise RecipeError(Problem("--memory", "a size, as in 24GiB", memory))
+        if tflops is not None and not 0 < tflops < 1e6:
+            expected = "10^12 operations a second of matrix products, above 0"
+            raise RecipeError(Problem("--tflops", expected, tflops))
+        return cls(size, None if tflops is None else 1e3 * tflops)
 
 
 def require_text(text: str, where: str) -> None:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from lehr import signals
-from lehr.cli.arguments import about_a_name, require_arguments
+from lehr.cli.arguments import Device, about_a_name, require_arguments
 from lehr.errors import Interrupted, LehrError, OutOfResources, Problem, RecipeError
 
 app = typer.Typer(
@@ -86,6 +86,13 @@ def plan(
     find_lr: Annotated[
         bool, typer.Option("--find-lr", help="Range test of the first stage's learning rate.")
     ] = False,
+    memory: Annotated[
+        str | None, typer.Option("--memory", help="Limit of the device that trains, as in 24GiB.")
+    ] = None,
+    tflops: Annotated[
+        float | None,
+        typer.Option("--tflops", help="Its products' rate; for a model folder without weights."),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Strategy, memory, time, masks, power of the gates; trains nothing.
@@ -95,7 +102,8 @@ def plan(
     from lehr.cli.verbs import plan_verb
 
     checks = {"gradcheck": gradcheck, "find_lr": find_lr, "numerics": numerics}
-    return plan_verb(recipe, model, overrides or [], out, checks, as_json=as_json)
+    device = Device.of(memory, tflops)
+    return plan_verb(recipe, model, overrides or [], out, checks, device, as_json=as_json)
 
 
 @app.command()

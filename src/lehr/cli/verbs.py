@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from lehr import signals
+from lehr.cli.arguments import Device
 from lehr.cli.terminal import (
     WIDTH,
     Terminal,
@@ -25,6 +26,8 @@ from lehr.cli.terminal import (
 )
 from lehr.errors import GateRefused, Problem, RecipeError
 from lehr.report.wording import gate_sentence
+
+MENTIONED = 0.001  # smaller shares of a stage's memory are in --json
 
 
 @contextmanager
@@ -113,6 +116,7 @@ def plan_verb(
     overrides: Sequence[str],
     out: Path | None,
     checks: Mapping[str, bool],
+    device: Device,
     *,
     as_json: bool,
 ) -> int:
@@ -125,6 +129,8 @@ def plan_verb(
     from lehr.pipeline.plan import plan
     from lehr.recipe.loading import load_recipe
 
+    if device.memory_gib is not None:
+        overrides = [*overrides, f"memory_limit={device.memory_gib}"]
     recipe = load_recipe(paths[0], overrides)
     with terminal(as_json) as drawn:
         found = plan(
@@ -134,6 +140,7 @@ def plan_verb(
             numerics=checks["numerics"],
             gradcheck=checks["gradcheck"],
             find_lr=checks["find_lr"],
+            gflops=device.gflops,
         )
     if as_json:
         say_json(found.as_json())
@@ -154,12 +161,17 @@ def print_plan(console: Console, found: Any) -> None:
     for stage in found.plan["stages"]:
         console.print(f"\n[bold]{stage['folder']}[/] learning rate, {stage['updates']} updates")
         console.print(schedule_picture(stage["curve"]))
-        peak = stage["memory"].get("peak", 0) / 2**30
+        parts = dict(stage["memory"])
+        peak = parts.pop("peak", 0) / 2**30
         console.print(
             f"  memory {peak:.2f} GiB, about {duration(stage['seconds'])}, "
             f"micro-batch {stage['micro_batch']} ({stage['micro_batch_why']})"
         )
-    console.print("\n[bold]gates[/]")
+        for name, amount in sorted(parts.items(), key=lambda part: -part[1]):
+            if amount >= MENTIONED * sum(parts.values()):
+                console.print(f"  {name:>12} {amount / 2**30:8.2f} GiB")
+    if found.plan["gates"]:
+        console.print("\n[bold]gates[/]")
     for gate in found.plan["gates"]:
         sign = "[green]can pass[/]" if gate["can_pass"] else "[red]cannot pass[/]"
         console.print(f"  {gate['kind']} {gate['name']}: {sign}; {gate['note']}")
@@ -169,7 +181,8 @@ def print_plan(console: Console, found: Any) -> None:
         picture = range_picture(tested["rates"], tested["changes"], tested["recommended"])
         console.print(picture, markup=False)
         console.print(f"  {tested['why']}")
-    console.print(f"\nstrategy: {found.strategy_path}", soft_wrap=True)
+    if found.strategy_path:
+        console.print(f"\nstrategy: {found.strategy_path}", soft_wrap=True)
 
 
 def _plan_data(paths: Sequence[Path], model: str | None, out: Path | None, as_json: bool) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lehr.diagnosis.watching_memory import NOTHING, Watching
+from lehr.generation.products import FUSED_ELEMENTS
 from lehr.models.head import chunk_rows
 from lehr.models.precision import compute_dtype
 
@@ -88,6 +89,8 @@ def forecast(
     moments: int = 2,
     activation_bytes: int | None = None,
     watching: Watching = NOTHING,
+    decoding_bytes: int | None = None,
+    kv_cache_bytes: int = 0,
 ) -> dict[str, int]:
     """Live bytes of a training stage by component, and their sum as "peak".
 
@@ -97,14 +100,18 @@ def forecast(
     pack_tokens        tokens of one pack; micro_batch packs are computed at once
     moments            tensors that the optimizer (and a moving average) keeps beside each weight
     activation_bytes   of a micro-batch, where they have been measured; else nothing is recomputed
+    decoding_bytes     of the weights that decoding lays out for itself (default: all of them)
+    kv_cache_bytes     of the sequences that an evaluation decodes together
     head_chunk         predicted positions whose logits exist at once (default: the head's own)
     watching           copies that the stage's measurements keep
 
     Trained tensors are fp32 (4 bytes, gradient 4, AdamW's two moments 8); frozen weights are in
     compute precision. Trained weights that are wider than the products also have a cast copy for
     the backward pass. pure_bf16: trained tensors and gradients are bf16, moments fp32; a step
-    has fp32 weights and gradients while it lasts ("update"). "decoding" is what the copy of the
-    weights that decoding lays out for itself takes beyond what an update has let go of.
+    has fp32 weights and gradients while it lasts ("update"). "reference" is the frozen copy of the
+    parent's adapter (a parent whose weights all train stays on disk). "decoding" and "kv_cache"
+    are what the copy of the weights that decoding lays out for itself, and the keys and values
+    of what it decodes, take beyond what an update has let go of.
     Raises ValueError on sizes that make no sense.
     """
     if min(parameters, pack_tokens, micro_batch, vocabulary) < 1:
@@ -122,6 +129,7 @@ def forecast(
     components = {
         "weights": parameters * ((wide if b == wide else wide + b) if all_weights else b),
         "adapters": 0 if all_weights else trained_parameters * wide,
+        "reference": 0 if all_weights else trained_parameters * wide,
         "gradients": trained_parameters * wide,
         "optimizer": trained_parameters * 4 * moments,
         **({"update": trained_parameters * 8} if pure else {}),
@@ -134,8 +142,30 @@ def forecast(
     # Evaluations decode between updates, from a copy of the weights at most, while what only
     # an update needs is free.
     let_go = components["gradients"] + forward + components["watching"]
-    components["decoding"] = max(0, parameters * b - let_go)
+    copied = parameters * b if decoding_bytes is None else decoding_bytes
+    components["decoding"] = max(0, copied - let_go)
+    components["kv_cache"] = max(0, kv_cache_bytes - max(0, let_go - copied))
     return {**components, "peak": sum(components.values())}
+
+
+def kv_cache_bytes(config: Any, sequences: int, tokens: int, precision: str) -> int:
+    """Keys and values of `sequences` sequences of `tokens` tokens, all layers."""
+    shape = Shape.of(config)
+    return 2 * shape.layers * shape.key_value * _bytes(precision) * sequences * tokens
+
+
+def decoding_bytes(config: Any, precision: str, packed: bool) -> int:
+    """What decoding copies of the layers' weights (generation/products).
+
+    packed  the processor wants bf16 weights in an order of its own: all are copied. Else only
+            layers that are small enough to be joined into one product.
+    """
+    shape = Shape.of(config)
+    query_key_value = shape.width * (shape.query + 2 * shape.key_value)
+    output, gate_up = shape.query * shape.width, 2 * shape.width * shape.inner
+    products = (query_key_value, output, gate_up, gate_up // 2)
+    copied = sum(one for one in products if packed or one <= FUSED_ELEMENTS)
+    return shape.layers * copied * _bytes(precision)
 
 
 def resident_bytes(components: Mapping[str, int]) -> int:

@@ -87,7 +87,7 @@ def segment_attention(
     if segments.watch is not None:
         segments.watch.look(query_htd, key_ktd, segments, scale, sliding_window)
     direct = (
-        query.device.type == "cpu"
+        query.device.type in ("cpu", "meta")  # meta: sizes alone, for a forecast
         and softcap is None
         and value.dtype in (torch.float32, torch.bfloat16)
         and value.shape[-1] == key.shape[-1]

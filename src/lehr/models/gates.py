@@ -6,6 +6,7 @@ much again as a layer's gate. It is computed a second time instead, a small part
 
 from __future__ import annotations
 
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -63,8 +64,12 @@ def _forward(module: Any, x: Tensor) -> Tensor:
 @torch.no_grad()
 def _gives_the_same(module: Any) -> bool:
     weight: Tensor = module.gate_proj.weight
-    if weight.is_meta:
-        return False
+    if weight.is_meta:  # no numbers to try: the same module, small
+        module = copy(module)
+        module._modules = dict(module._modules)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            module._modules[name] = nn.Linear(4, 4, dtype=weight.dtype)
+        weight = module.gate_proj.weight
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 5, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
     try:

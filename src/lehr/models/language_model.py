@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -372,6 +372,8 @@ class LanguageModel(nn.Module):
         return self.trains_all and autocast_dtype(self.precision) is not None
 
     def _autocast(self) -> AbstractContextManager[Any]:
+        if self.device.type == "meta":  # models/sizes casts there
+            return nullcontext()
         dtype = autocast_dtype(self.precision) or torch.bfloat16
         return torch.autocast(self.device.type, dtype, enabled=self._mixed)
 

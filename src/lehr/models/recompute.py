@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from lehr.models.adapter_layers import LoraConv1D, LoraLinear, LoraMixin
+from lehr.models.meta import cast_type
 from lehr.models.replay import Block, unit
 
 ATTENTION = "attention"  # the unit that lehr's attention over segments names
@@ -149,6 +150,9 @@ def _base_product(
 def _cast(x: Tensor) -> Tensor:
     """Autocast's own cast, before the unit rather than in it: a cast copy would be kept."""
     kind = x.device.type
+    if kind == "meta":  # has no autocast of its own
+        narrow = cast_type()
+        return x if narrow is None or x.dtype != torch.float32 else x.to(narrow)
     if torch.is_autocast_enabled(kind) and x.dtype == torch.float32:
         return x.to(torch.get_autocast_dtype(kind))
     return x

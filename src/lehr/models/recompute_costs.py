@@ -16,7 +16,7 @@ import torch
 
 from lehr.data.shapes import Pack
 from lehr.models.recompute import ATTENTION, Keeps, Kind, Recomputation
-from lehr.models.replay import Meter, measuring
+from lehr.models.replay import Meter, address, measuring
 
 BUDGET_TOLERANCE = 0.05
 
@@ -154,10 +154,9 @@ class Costs:
 def _new_bytes(meter: Meter, values: Mapping[Any, torch.Tensor]) -> int:
     storages = {}
     for tensor in values.values():
-        storage = tensor.untyped_storage()
-        at = storage.data_ptr()
+        at = address(tensor)
         if at not in meter.storages and at not in meter.own:
-            storages[at] = storage.nbytes()
+            storages[at] = tensor.untyped_storage().nbytes()
     return sum(storages.values())
 
 

@@ -70,12 +70,12 @@ class Meter:
     def add(self, tensor: Tensor) -> None:
         """Count a tensor that is kept, once, unless it is a weight or a cast copy of one."""
         if not self.is_weight(tensor):
-            self.storages[_at(tensor)] = _bytes(tensor)
+            self.storages[address(tensor)] = _bytes(tensor)
 
     def is_weight(self, tensor: Tensor) -> bool:
-        if _at(tensor) not in self.own and _cast_of_a_leaf(tensor):
-            self.own.add(_at(tensor))
-        return _at(tensor) in self.own
+        if address(tensor) not in self.own and _cast_of_a_leaf(tensor):
+            self.own.add(address(tensor))
+        return address(tensor) in self.own
 
     @property
     def kept_bytes(self) -> int:
@@ -88,7 +88,7 @@ def measuring(own: Sequence[Tensor] = ()) -> Iterator[Meter]:
 
     A hook alone would see too little: what replays hold beside the graph counts as well.
     """
-    meter = Meter({_at(tensor) for tensor in own})
+    meter = Meter({address(tensor) for tensor in own})
 
     def seen(tensor: Tensor) -> Tensor:
         meter.add(tensor)
@@ -227,7 +227,7 @@ class Replay:
         meter = _here.meter
         assert meter is not None
         kept = [tensor for tensor in (*self._beside, out) if not meter.is_weight(tensor)]
-        size = sum({_at(tensor): _bytes(tensor) for tensor in kept}.values())
+        size = sum({address(tensor): _bytes(tensor) for tensor in kept}.values())
         meter.units.append((len(meter.blocks), name, size, operations()))
         for tensor in self._beside:
             meter.add(tensor)
@@ -393,8 +393,11 @@ def _nothing(_: Any) -> Tensor:
     raise AssertionError("the graph of a block computed again has no backward pass of its own")
 
 
-def _at(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def address(tensor: Tensor) -> int:
+    storage = tensor.untyped_storage()
+    if tensor.device.type == "meta":  # nothing lies anywhere: the storage itself is the identity
+        return int(storage._cdata)
+    return storage.data_ptr()
 
 
 def _cast_of_a_leaf(tensor: Tensor) -> bool:
@@ -411,7 +414,7 @@ def _bytes(tensor: Tensor) -> int:
 
 def _same_storage(tensor: Tensor, inputs: tuple[Tensor, ...]) -> int | None:
     for index, given in enumerate(inputs):
-        if tensor.dtype == given.dtype and _at(tensor) == _at(given):
+        if tensor.dtype == given.dtype and address(tensor) == address(given):
             return index
     return None
 

@@ -27,7 +27,7 @@ class Surroundings:
         """As they are, on the CPU and on the devices of the tensors in `arguments`."""
         found = {torch.device("cpu"): None}
         map_tensors(arguments, lambda tensor: found.setdefault(tensor.device))
-        devices = list(found)
+        devices = [one for one in found if one.type != "meta"]  # sizes alone draw nothing
         return cls(devices, [_autocast(one.type) for one in devices], random_state(devices))
 
     def forget_what_was_not_drawn(self) -> None:

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lehr.errors import Problem, RecipeError
 from lehr.pipeline.events import Events, Listener
 from lehr.pipeline.files import read_json
 from lehr.pipeline.folder import PLANNED, claimed, place_of
+from lehr.pipeline.forecasting import forecast_plan, is_forecast
 from lehr.pipeline.numeric_report import NumericReport, numeric_report
 from lehr.pipeline.planning import prepare
 from lehr.pipeline.probing import check_gradients, find_rate
@@ -58,15 +60,24 @@ def plan(
     numerics: bool = False,
     gradcheck: bool = False,
     find_lr: bool = False,
+    gflops: float | None = None,
 ) -> Plan:
     """Read the data, load the model, settle every `auto`, write plan.json and strategy.md.
 
     numerics   the range of the first update's gradients: one backward pass in fp32
     gradcheck  compare each stage's gradient with float64 and with finite differences
     find_lr    range test of the first stage's learning rate
+    gflops     of a machine elsewhere, where the model's folder has a config.json and no weights:
+               then memory and time are forecast on sizes alone, and nothing is written
 
     Raises RecipeError with all problems, and OutOfResources.
     """
+    if is_forecast(recipe):
+        asked = {"numerics": numerics, "gradcheck": gradcheck, "find_lr": find_lr}
+        return _forecast(recipe, [name for name, on in asked.items() if on], gflops, listeners)
+    if gflops is not None:
+        text = "a model folder without weights: this machine's own rate is measured"
+        raise RecipeError(Problem("--tflops", text, gflops / 1e3))
     name, folder = place_of(recipe, name, out)
     recipe = resumed(recipe, folder)
     with claimed(folder, name, fresh=False):
@@ -98,3 +109,16 @@ def plan(
         path = folder / "strategy.md"
         strategy = path.read_text(encoding="utf-8")
         return Plan(prepared.plan, masks, strategy, shown(path), report, checks)
+
+
+def _forecast(
+    recipe: Any, checks: Sequence[str], gflops: float | None, listeners: Sequence[Listener]
+) -> Plan:
+    if checks:
+        text = f"a model with weights: {recipe.model} has none here"
+        raise RecipeError([Problem(f"--{one.replace('_', '-')}", text) for one in checks])
+    events = Events(None, listeners)
+    events.emit("run_started", f"forecast: {recipe.model}")
+    for notice in recipe_notices(recipe):
+        events.emit("notice", notice)
+    return Plan(forecast_plan(recipe, events, gflops), [], "", "")

@@ -6,7 +6,7 @@ timing never decides twice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,19 @@ from typing import Any
 import torch
 
 from lehr.diagnosis.machine import BUSY, choose_precision, describe_machine
-from lehr.diagnosis.planner import forecast, operations_per_update, seconds_per_update
+from lehr.diagnosis.planner import (
+    decoding_bytes,
+    forecast,
+    kv_cache_bytes,
+    operations_per_update,
+    seconds_per_update,
+)
 from lehr.diagnosis.schedules import schedule_findings
 from lehr.diagnosis.watching_memory import Watching, watching_of
 from lehr.errors import OutOfResources, Problem, RecipeError
+from lehr.generation.products import packing_possible
 from lehr.models.loading import model_fingerprint, require_template, resolve_spec
+from lehr.models.precision import compute_dtype
 from lehr.pipeline.admission import admit
 from lehr.pipeline.events import Events
 from lehr.pipeline.files import read_json, write_json
@@ -40,8 +48,12 @@ from lehr.training.resources import available_memory, require_disk
 from lehr.training.schedules import as_updates
 
 SAME_MACHINE = ("cpu", "capability", "threads", "device", "accelerator")
+# What an update leaves when its backward pass is over, or an evaluation when it has decoded.
+NOT_LASTING = ("activations", "decoding", "kv_cache", "peak")
+DECODED, DECODED_TOKENS = 64, 256  # sequences that an evaluation decodes together, at most
 MEMORY_SHARE = 0.8  # of what is free: the rest is the system's and the allocator's
 EMULATED_FLOAT8_FACTOR = 2.0  # measured on a 9 M model: benchmarks/training_core.py
+Encode = Callable[[ReadSource, Any, Any, Path], EncodedSource]
 TINY_FACTOR = 3.0  # small operations cost their dispatch
 
 
@@ -75,7 +87,7 @@ def prepare(
     """
     sources = read_all(recipe)
     stored = _readable(stored or read_json(folder / "plan.json"))
-    machine, precision = _machine(recipe, stored)
+    machine, precision = machine_and_precision(recipe, stored)
     events.emit("machine", machine_line(machine, precision), machine=machine, precision=precision)
     texts = partial(corpus, sources)
     base = resolve_spec(recipe.model, recipe.folder)
@@ -97,14 +109,14 @@ def prepare(
     float8 = require_precision(recipe, model, precision["value"])
     if "fp8" in recipe.export:  # refused now, not after the training
         chosen_layers(model.network)
-    stages, encoded = _stages(recipe, sources, bench, cache or folder / ".cache")
+    stages, encoded = plan_stages(recipe, sources, bench, cache or folder / ".cache")
     unknown = target_problems(recipe, stages, model.network)
     if unknown:
         raise RecipeError(unknown)
     for stage, choices in zip(stages, float8, strict=True):
         stage.float8 = [str(choice) for choice in choices]
-    _settle(recipe, stages, bench, machine, precision["value"], stored)
-    plan = _plan(recipe, stages, bench, machine, precision)
+    settle(recipe, stages, bench, machine, precision["value"], stored)
+    plan = plan_entries(recipe, stages, bench, machine, precision)
     if write:
         needed = sum(stage.disk for stage in stages)
         require_disk(folder, needed, "states and checkpoints")
@@ -146,7 +158,9 @@ def machine_line(machine: Mapping[str, Any], precision: Mapping[str, Any]) -> st
     )
 
 
-def _machine(recipe: Any, stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def machine_and_precision(
+    recipe: Any, stored: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     threads = recipe.threads
     if threads != "auto":
         torch.set_num_threads(int(threads))
@@ -182,8 +196,12 @@ def trains_all(recipe: Any, stage: Any, tiny_untrained: bool) -> bool:
     return tiny_untrained or adapter.kind == "none"
 
 
-def _stages(
-    recipe: Any, sources: Mapping[str, ReadSource], bench: Workbench, cache: Path
+def plan_stages(
+    recipe: Any,
+    sources: Mapping[str, ReadSource],
+    bench: Any,
+    cache: Path,
+    encode: Encode = encode_source,
 ) -> tuple[list[PlannedStage], dict[tuple[Any, ...], EncodedSource]]:
     stages: list[PlannedStage] = []
     encoded: dict[tuple[Any, ...], EncodedSource] = {}
@@ -194,7 +212,7 @@ def _stages(
             key = (name, stage.max_length, stage.overflow)
             try:
                 if key not in encoded:
-                    encoded[key] = encode_source(sources[name], bench.encoder, stage, cache)
+                    encoded[key] = encode(sources[name], bench.encoder, stage, cache)
                 found[name] = encoded[key]
             except RecipeError as error:
                 problems += error.problems
@@ -215,14 +233,20 @@ def _stages(
     return stages, encoded
 
 
-def _settle(
+def settle(
     recipe: Any,
     stages: list[PlannedStage],
-    bench: Workbench,
+    bench: Any,
     machine: Mapping[str, Any],
     precision: str,
     stored: Mapping[str, Any],
-) -> None:
+    refuse: bool = True,
+) -> list[str]:
+    """Settle recomputation, micro-batch, memory and time of each stage; what does not fit.
+
+    refuse  raise OutOfResources for the first stage that does not fit its memory limit
+    """
+    beyond: list[str] = []
     before = {one.get("settled_for"): one for one in stored.get("stages", [])}
     limit = _allowed(recipe, MEMORY_SHARE)
     parameters = sum(p.numel() for p in bench.model.network.parameters())
@@ -259,17 +283,27 @@ def _settle(
                 trains_all=planned.trains_all,
                 ids=packs[0].ids,
                 segment_tokens=longest,
-                room=limit - without["peak"] + without["activations"],
+                room=limit - sum(without[one] for one in without if one not in NOT_LASTING),
                 tokens=several * planned.pack_length,
                 where=f"stages.{planned.index}.recompute",
             )
             estimate = partial(_peak, memory, planned.recompute)
-            planned.micro_batch_why = settle_micro_batch(
-                planned, recipe.seed, estimate, limit, bench.packs_exactly
-            )
+            try:
+                planned.micro_batch_why = settle_micro_batch(
+                    planned, recipe.seed, estimate, limit, bench.packs_exactly
+                )
+            except OutOfResources:
+                if refuse:
+                    raise
+                planned.micro_batch, planned.micro_batch_why = 1, "the smallest"
         planned.memory = memory(planned.recompute, planned.micro_batch)
         allowed = limit if earlier is None else max(limit, _allowed(recipe, 1.0))
-        _require_memory(planned, planned.memory["peak"], allowed)
+        try:
+            _require_memory(planned, planned.memory["peak"], allowed)
+        except OutOfResources as error:
+            if refuse:
+                raise
+            beyond += [f"does not fit: {problem}" for problem in error.problems]
         if stage.noise_scale_every is not None and len(packs) <= planned.micro_batch:
             where = f"stages.{planned.index} noise_scale_every"
             expected = (
@@ -319,6 +353,7 @@ def _settle(
                 settings.rate(planned.updates),
             )
         ]
+    return beyond
 
 
 def _allowed(recipe: Any, share: float) -> int:
@@ -348,6 +383,8 @@ def _memory(
 ) -> dict[str, int]:
     parameters, trained, moments, watching = sizes
     measured = None if recompute is None else recompute.activation_bytes(packs * pack_tokens)
+    elsewhere = model.device.type == "meta"
+    packed = not elsewhere and packing_possible(compute_dtype(precision))
     return forecast(
         model.config,
         parameters,
@@ -359,6 +396,10 @@ def _memory(
         moments=moments,
         activation_bytes=measured,
         watching=watching,
+        decoding_bytes=decoding_bytes(model.config, precision, packed),
+        kv_cache_bytes=kv_cache_bytes(
+            model.config, DECODED, min(DECODED_TOKENS, pack_tokens), precision
+        ),
     )
 
 
@@ -366,7 +407,7 @@ def _peak(memory: Any, recompute: Settled, packs: int) -> int:
     return int(memory(recompute, packs)["peak"])
 
 
-def _adapter_parameters(recipe: Any, stage: Any, bench: Workbench) -> int:
+def _adapter_parameters(recipe: Any, stage: Any, bench: Any) -> int:
     """LoRA: rank x (inputs + outputs) of every linear layer but the head."""
     adapter = stage.adapter or recipe.adapter
     model = bench.model
@@ -379,14 +420,15 @@ def _adapter_parameters(recipe: Any, stage: Any, bench: Workbench) -> int:
     return total + len(model.new_rows) * int(width)
 
 
-def _plan(
+def plan_entries(
     recipe: Any,
     stages: Sequence[PlannedStage],
-    bench: Workbench,
+    bench: Any,
     machine: Mapping[str, Any],
     precision: Mapping[str, Any],
 ) -> dict[str, Any]:
     model = bench.model
+    chats = bool(getattr(model.tokenizer, "chat_template", None))
     return {
         "recipe_hash": recipe_hash(recipe),
         "date": recipe.date,
@@ -397,7 +439,7 @@ def _plan(
             "parameters": sum(p.numel() for p in model.network.parameters()),
             "layers": int(getattr(model.config, "num_hidden_layers", 0)),
             "vocabulary": model.vocabulary_size,
-            "assistant": bool(model.tokenizer.chat_template) and not model.new_rows,
+            "assistant": chats and not model.new_rows,
             "template": recipe.template,
             "new_rows": len(model.new_rows),
         },
