@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
     parser.add_argument("--sampling", default="sequential")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     options = parser.parse_args()
 
     import torch
@@ -66,7 +67,7 @@ def main() -> None:
         "gradient_accumulation_steps": options.batch_size // micro_batch,
         "max_steps": options.updates,
         "bf16": options.precision == "bf16",
-        "use_cpu": True,
+        "use_cpu": options.device == "cpu",
         "gradient_checkpointing": False,
         "logging_steps": 1,
         "save_strategy": "no",
@@ -110,7 +111,10 @@ def main() -> None:
     trainer.train()
     wall = [after[0] - before[0] for before, after in itertools.pairwise(marks)]
     cpu = [after[1] - before[1] for before, after in itertools.pairwise(marks)]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    if options.device == "cuda":
+        peak = torch.cuda.max_memory_allocated() / 2**30
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     tokens = [
         sum(counts[at : at + options.batch_size // micro_batch])
         for at in range(0, len(counts), options.batch_size // micro_batch)
