@@ -41,6 +41,16 @@ FORMATS = {
     + "".join(f"a,loss,{v},{i + 1},0\na,lr,0.1,{i + 1},0\n" for i, v in enumerate(LOSSES)),
     "columns": json.dumps({"loss": LOSSES, "step": [1, 2, 3, 4]}),
     "list": json.dumps(LOSSES),
+    "old line ends": "step,loss\r" + "".join(f"{i + 1},{v}\r" for i, v in enumerate(LOSSES)),
+    "decimal commas": "step;loss\n1;3,0\n2;2,5\n3;2,25\n4;2,0\n",
+    "decimal commas in quotes": 'step,loss\n1,"3,0"\n2,"2,5"\n3,"2,25"\n4,"2,0"\n',
+    "decimal commas, pasted": "3,0; 2,5; 2,25; 2,0",
+    "decimal commas in a log": "step 1 loss 3,0\nstep 2 loss 2,5\nstep 3 loss 2,25\n"
+    "step 4 loss 2,0",
+    "mlflow's own files": "".join(
+        f"{1_700_000_000_000 + i} {v} {i + 1}\n" for i, v in enumerate(LOSSES)
+    ),
+    "newest first": "step,loss\n4,2.0\n3,2.25\n2,2.5\n1,3.0\n",
     "pasted": "3.0, 2.5\n2.25 2.0\n",
     "two columns": "".join(f"{i + 1} {v}\n" for i, v in enumerate(LOSSES)),
     "printed": "".join(
@@ -116,7 +126,7 @@ def test_a_restart_keeps_the_later_rows_and_is_known_as_a_resume():
     assert curve.steps.tolist() == list(range(1, 161))
     assert curve.points("loss")[1][60] == pytest.approx(4.5 - 0.61)
     assert curve.restarts == (61.0,)
-    assert "go back 1 times" in curve.notes[0]
+    assert "go back once" in curve.notes[0]
     assert [one.name for one in diagnose(curve).findings] == ["jump_at_resume"]
 
 
@@ -138,12 +148,39 @@ def test_gaps_and_pauses_are_said():
     steps = [*range(1, 40), *range(5000, 5040)]
     rows = [{"step": s, "loss": 2.0, "wall_time": 10.0 * s} for s in steps]
     notes = " ".join(curve_of_rows(rows).notes)
-    assert "gaps" in notes and "clock" in notes
+    assert "a gap" in notes and "clock" in notes
 
 
 def test_absent_values_are_not_numbers_that_are_not_finite():
     rows = [{"step": i, "loss": 2.0 if i % 2 else None} for i in range(40)]
     assert doctor(rows).healthy or "nan" not in doctor(rows).findings[0].name
+
+
+def test_two_columns_without_names_keep_their_steps_over_a_restart():
+    steps = [*range(0, 200, 5), *range(150, 400, 5)]
+    curve = curve_of_text("".join(f"{s} {4.0 - s / 100}\n" for s in steps))
+    assert curve.steps.tolist() == list(range(0, 400, 5)) and curve.restarts == (150.0,)
+    assert curve.points("loss")[1][-1] == pytest.approx(4.0 - 3.95)
+
+
+def test_a_list_in_lines_of_equal_length_is_a_list():
+    text = "[4.1 3.9 3.8\n 3.7 3.75 3.6\n 3.5 3.4 3.3]"
+    assert curve_of_text(text).points("loss")[1].tolist()[:4] == [4.1, 3.9, 3.8, 3.7]
+
+
+def test_a_table_without_names_asks_for_them():
+    with pytest.raises(RecipeError, match="names of the columns"):
+        curve_of_text("".join(f"{i},{3 - i / 10},0.001\n" for i in range(10)))
+
+
+def test_commas_that_may_be_thousands_are_no_loss():
+    with pytest.raises(RecipeError, match="loss"):
+        curve_of_text('step,loss\n1,"2,345"\n2,"2,211"\n')
+
+
+def test_an_endless_word_is_no_table_and_does_not_hang():
+    with pytest.raises(RecipeError):
+        curve_of_text("a,b\n1," + "x" * 200_000 + "\n")
 
 
 # -- refused, with what was seen ----------------------------------------------

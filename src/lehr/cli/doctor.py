@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lehr.cli.verbs import say_json
-from lehr.diagnosis.doctor import Diagnosis, Finding
+from lehr.diagnosis.doctor import ENOUGH_POINTS, Diagnosis, Finding
 
 
 def doctor_verb(path: Path, loss: str | None, known: Mapping[str, Any], *, as_json: bool) -> int:
@@ -41,7 +41,7 @@ def print_diagnosis(console: Console, found: Diagnosis) -> None:
         console.print(Text(f"  {note}", style="dim"))
     for finding in found.findings:
         _print_finding(console, finding)
-    if found.healthy:
+    if found.healthy and found.points >= ENOUGH_POINTS:
         console.print(f"[green]nothing suspicious[/] in {found.points:,} points of the loss")
 
 

@@ -102,6 +102,9 @@ class Finding:
         }
 
 
+ENOUGH_POINTS = 12  # below that nothing found is no sign of health
+
+
 @dataclass(frozen=True)
 class Diagnosis:
     """Findings, the likeliest root first; `notes`: what the curve's file made necessary."""
@@ -162,8 +165,9 @@ def diagnose(curve: Curve, context: Context | None = None, stage: str = "") -> D
     findings = tuple(_finding(sign, look, stage) for sign in ranked(look))
     notes = list(curve.notes)
     points = len(look.loss)
-    if points < 12 and not findings:
-        notes.append(f"{points} points of the loss are too few to say more")
+    if points < ENOUGH_POINTS and not findings:
+        seen = "one point of the loss is" if points == 1 else f"{points} points of the loss are"
+        notes.append(f"{seen} too few to say more")
     return Diagnosis(findings, tuple(notes), points)
 
 

@@ -256,7 +256,7 @@ def _named(
         taken = _only_candidate(columns, nonfinite)
         if taken is None:
             expected = (
-                "a column that is the loss; name it with --loss COLUMN (the file has "
+                "a column that is the loss; name it with --loss COLUMN (columns with numbers: "
                 f"{_listed(numbers)})"
             )
             raise RecipeError(Problem(where, expected))
@@ -290,7 +290,7 @@ def _only_candidate(columns: Mapping[str, Floats], bad: Mapping[str, Flags]) -> 
 def _listed(numbers: Mapping[str, Floats]) -> str:
     shown = ", ".join(repr(name) for name in list(numbers)[:20])
     more = len(numbers) - 20
-    return shown + (f" and {more} more" if more > 0 else "") if numbers else "no column of numbers"
+    return shown + (f" and {more} more" if more > 0 else "") if numbers else "none"
 
 
 def _steps(numbers: Mapping[str, Floats], length: int) -> Floats:
@@ -311,6 +311,9 @@ def _ordered(
     Rows of one step that hold different columns (HF writes the evaluation apart) all stay.
     """
     gone_back = np.flatnonzero(np.diff(steps) < 0) + 1
+    if len(steps) > 2 and len(gone_back) == len(steps) - 1:
+        notes.append("the steps fall from row to row: read from the last row to the first")
+        gone_back = gone_back[:0]
     restarts: list[float] = []
     keep = np.ones(len(steps), dtype=bool)
     for index in gone_back[:1000]:
@@ -319,9 +322,8 @@ def _ordered(
             restarts.append(float(again))
         keep[:index] &= steps[:index] < again
     if len(gone_back):
-        notes.append(
-            f"the steps go back {len(gone_back)} times (to {_few(restarts)}): the later rows count"
-        )
+        often = "once" if len(gone_back) == 1 else f"{len(gone_back)} times"
+        notes.append(f"the steps go back {often} (to {_few(restarts)}): the later rows count")
     order = np.flatnonzero(keep)
     order = order[np.argsort(steps[order], kind="stable")]
     loss = columns["loss"][order]
@@ -337,7 +339,8 @@ def _ordered(
     usual = float(np.median(gaps)) if len(gaps) else 0.0
     wide = int((gaps > 20 * usual).sum()) if usual > 0 else 0
     if wide:
-        notes.append(f"{wide} gaps of more than 20 usual intervals: nothing is known of them")
+        gaps_seen = "a gap" if wide == 1 else f"{wide} gaps"
+        notes.append(f"{gaps_seen} of more than 20 usual intervals: nothing is known of it")
     return order, tuple(restarts)
 
 

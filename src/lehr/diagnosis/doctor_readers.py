@@ -32,8 +32,9 @@ EXPECTED = (
     "a curve: metrics.jsonl, a HF trainer_state.json, a CSV of wandb, mlflow or TensorBoard, "
     "a log with `loss: 2.1` in its lines, or a list of numbers"
 )
+# A name begins a word and is short: an endless word (base64) is not searched from each letter.
 _PAIR = re.compile(
-    r"['\"]?([A-Za-z_][\w/.\-]*?)['\"]?\s*[:= ]\s*['\"]?"
+    r"(?<!\w)['\"]?([A-Za-z_][\w/.\-]{0,99}?)['\"]?\s*[:= ]\s*['\"]?"
     r"([-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf|NaN|Infinity))"
     r"(?![\w.])"
 )
@@ -41,6 +42,8 @@ _PAIR = re.compile(
 _TWO_WORDS = re.compile(
     r"\b(?:(train|val|valid|eval|test) loss|loss (train|val|valid|eval|test))\b"
 )
+_DECIMAL_COMMA = re.compile(r"[-+]?\d*,\d+(?:[eE][-+]?\d+)?")
+_THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+")
 _BARE = re.compile(r"[\s,;\[\]()|]+")
 
 
@@ -59,16 +62,16 @@ def read_curve(path: Path, loss: str | None = None) -> Curve:
 
 def curve_of_text(text: str, *, loss: str | None = None, where: str = "curve") -> Curve:
     """The curve in a text of any of the formats; see `EXPECTED`."""
-    text = text.strip()
+    text = text.strip().replace("\r\n", "\n").replace("\r", "\n")
     if not text:
         raise RecipeError(Problem(where, EXPECTED + "; it is empty"))
     if text[0] in "[{":
         found = _json(text, loss, where)
         if found is not None:
             return found
-    bare = _bare_numbers(text)
+    bare = _bare_numbers(text, where)
     if bare is not None:
-        return curve_of_columns({"loss": bare}, where=where)
+        return curve_of_columns(bare, where=where)
     table = _table(text)
     if table is not None:
         return curve_of_columns(table, loss=loss, where=where)
@@ -173,24 +176,58 @@ def _json_lines(lines: list[str]) -> list[dict[str, Any]] | None:
 # -- tables, lists, logs ------------------------------------------------------
 
 
-def _bare_numbers(text: str) -> np.ndarray[Any, Any] | None:
-    """Numbers and nothing else, one or more a line; None where there is anything else."""
-    words = [word for word in _BARE.split(text) if word]
-    if len(words) > 4 and not _is_number(words[0]):
+def _bare_numbers(text: str, where: str) -> dict[str, Any] | None:
+    """Columns of numbers and nothing else, one or more a line; None where there is anything else.
+
+    Raises RecipeError for a table of three or more columns that has no names.
+    """
+    if not _is_number(_BARE.split(text[:200].lstrip("[( "), maxsplit=1)[0]):
         return None
-    lines = [line for line in text.split("\n") if line.strip()]
-    widths = {len([word for word in _BARE.split(line) if word]) for line in lines[:50]}
-    if len(lines) > 2 and widths == {2} and "," not in text.replace(", ", ""):
-        pass  # two numbers a line: a table without a header, see _table
+    words = [word for word in _BARE.split(_with_points(text)) if word]
     try:
         values = np.array(words, dtype=np.float64)
     except ValueError:
         return None
-    if len(lines) > 2 and widths == {2}:
-        pairs = values.reshape(-1, 2) if len(values) % 2 == 0 else None
-        if pairs is not None and bool((np.diff(pairs[:, 0]) > 0).all()):
-            return pairs[:, 1]
-    return values
+    lines = text.count("\n") + 1
+    width = len(values) // lines
+    if lines < 3 or width < 2 or width * lines != len(values):
+        return {"loss": values}
+    shown = [line for line in text.split("\n", 20)[:20] if line.strip()]
+    if {len([word for word in _BARE.split(_with_points(line)) if word]) for line in shown} != {
+        width
+    }:
+        return {"loss": values}
+    return _headless(values.reshape(-1, width), where) or {"loss": values}
+
+
+def _headless(rows: np.ndarray[Any, Any], where: str) -> dict[str, Any] | None:
+    """Columns of a table without names, [rows, 2 or more]; None for a list in several lines."""
+    first, last = rows[:, 0], rows[:, -1]
+    if rows.shape[1] == 3 and _counts(last) and bool((first > 1e8).all()):
+        return {"wall_time": first, "loss": rows[:, 1], "step": last}  # mlflow's metric files
+    if not _counts(first):
+        return None
+    if rows.shape[1] == 2:
+        return {"step": first, "loss": last}
+    if (first % 1).any():
+        return None
+    expected = "a first line with the names of the columns, for example step,loss,lr"
+    raise RecipeError(Problem(where, expected, f"{rows.shape[1]} columns without names"))
+
+
+def _counts(values: np.ndarray[Any, Any]) -> bool:
+    """Whether they go up, but for a restart or two: what a loss never does."""
+    change = np.diff(values)
+    return bool(np.isfinite(change).all()) and int((change <= 0).sum()) <= max(0, len(change) // 20)
+
+
+def _with_points(text: str) -> str:
+    """Decimal commas as points where nothing else can be meant: `2,31; 2,28` or `2,31 2,28`."""
+    words = text.replace(";", " ").split()
+    if "," not in text or "." in text or not all(map(_DECIMAL_COMMA.fullmatch, words)):
+        return text
+    rising = np.diff([int(word.split(",")[0]) for word in words]) > 0
+    return text if len(words) > 1 and bool(rising.all()) else text.replace(",", ".")
 
 
 def _is_number(word: str) -> bool:
@@ -207,22 +244,63 @@ def _table(text: str) -> dict[str, Any] | None:
     delimiter = max(",;\t|", key=head.count)
     if not head.count(delimiter) or _PAIR.search(head):
         return None
+    try:
+        columns = _all_numbers(text, delimiter) or _any_cells(text, delimiter)
+    except csv.Error:  # a cell of more than 128 KiB
+        return None
+    return None if columns is None else _wide(columns) or columns
+
+
+def _names(head: str, delimiter: str) -> list[str]:
+    row = next(csv.reader([head], delimiter=delimiter))
+    return [name.strip().strip("# ") for name in row]
+
+
+def _all_numbers(text: str, delimiter: str) -> dict[str, Any] | None:
+    """Columns of a table without an empty cell, a million rows in a second; else None."""
+    head, _, body = text.partition("\n")
+    names = _names(head, delimiter)
+    if not body.strip() or any(_is_number(name) for name in names if name):
+        return None
+    try:
+        table = np.loadtxt(
+            io.StringIO(body), delimiter=delimiter, quotechar='"', comments=None, ndmin=2
+        )
+    except ValueError:
+        return None
+    return dict(zip(names, table.T, strict=True)) if table.shape[1] == len(names) else None
+
+
+def _any_cells(text: str, delimiter: str) -> dict[str, Any] | None:
+    """Columns of a table whose cells may be words or empty; None where it is no table."""
     rows = list(csv.reader(io.StringIO(text), delimiter=delimiter))
-    names = [name.strip().strip("# ") for name in rows[0]]
+    names = _names(text.split("\n", 1)[0], delimiter)
     body = [row for row in rows[1:] if len(row) == len(names)]
     if len(body) < max(1, (len(rows) - 1) // 2) or any(_is_number(name) for name in names if name):
         return None
     columns: dict[str, Any] = {}
     for name, values in zip(names, zip(*body, strict=True), strict=True):
-        columns[name] = _cells(values)
-    return _wide(columns) or columns
+        columns[name] = _cells(values, delimiter)
+    return columns
 
 
-def _cells(values: tuple[str, ...]) -> Any:
+def _cells(values: tuple[str, ...], delimiter: str) -> Any:
     try:
         return np.array(values, dtype=np.float64)
     except ValueError:
-        return [value if value.strip() else None for value in values]
+        pass
+    told = [value.strip() for value in values if value.strip()]
+    if _decimal_commas(told, delimiter):
+        values = tuple(value.replace(",", ".") for value in values)
+    return [value if value.strip() else None for value in values]
+
+
+def _decimal_commas(told: list[str], delimiter: str) -> bool:
+    """Whether the commas in a column are decimal; between commas `2,345` may be thousands."""
+    with_comma = [value for value in told if "," in value]
+    if not with_comma or not all(map(_DECIMAL_COMMA.fullmatch, with_comma)):
+        return False
+    return delimiter != "," or not all(map(_THOUSANDS.fullmatch, with_comma))
 
 
 def _wide(columns: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -254,13 +332,24 @@ def _log_lines(text: str) -> list[dict[str, Any]]:
     for plain in text.split("\n"):
         line = _TWO_WORDS.sub(lambda found: f"{found[1] or found[2]}_loss", plain)
         row = _printed(line) or {
-            name: float(number.replace(",", "").rstrip(".")) for name, number in _PAIR.findall(line)
+            name: _number_of_a_log(number) for name, number in _PAIR.findall(line)
         }
         known = {canonical(name) for name in row}
         if known & (set(SPELLINGS) - {"epoch", "seconds", "clock"}):
             row = {name: value for name, value in row.items() if _wanted(name)}
             rows.append(row)
     return rows
+
+
+def _number_of_a_log(text: str) -> float:
+    """`1,000` is a thousand, `2,31` has a decimal comma.
+
+    >>> _number_of_a_log("1,000"), _number_of_a_log("2,31"), _number_of_a_log("2.5,")
+    (1000.0, 2.31, 2.5)
+    """
+    text = text.rstrip(",.")
+    decimal = _DECIMAL_COMMA.fullmatch(text) and not _THOUSANDS.fullmatch(text)
+    return float(text.replace(",", "." if decimal else ""))
 
 
 def _wanted(name: str) -> bool:
