@@ -19,6 +19,7 @@ import typer
 
 from lehr import signals
 from lehr.cli.arguments import Device, about_a_name, require_arguments
+from lehr.cli.doctor_options import refuse_mixed
 from lehr.errors import Interrupted, LehrError, OutOfResources, Problem, RecipeError
 
 app = typer.Typer(
@@ -224,12 +225,18 @@ def doctor(
 
     With --speed and a recipe: where the time of an update goes, and what would make it faster.
     """
+    given = {
+        "--spike": spike is not None, "--run-tests": run_tests, "--speed": speed,
+        "--stage": bool(stage), "--from-start": from_start, "--trace": trace is not None,
+        "--set": bool(overrides), "--loss": loss is not None,
+        "--vocabulary": vocabulary is not None, "--accumulation": accumulation is not None,
+        "--unigram-entropy": unigram is not None,
+    }  # fmt: skip
+    refuse_mixed(name for name, present in given.items() if present)
     if speed:
         from lehr.cli.speed import speed_verb
 
         return speed_verb(curve, overrides or [], None, trace, as_json=as_json)
-    if trace is not None or overrides:
-        raise RecipeError(Problem("lehr doctor", "--speed beside --trace and --set"))
     if spike is not None:
         from lehr.cli.spike import spike_verb
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ def speed_verb(
     path: Path, overrides: Sequence[str], out: Path | None, trace: Path | None, *, as_json: bool
 ) -> int:
     """Measure and print; 0 whatever was found."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to the terminal
     from lehr.pipeline.speeding import speed_of_file
 
     with terminal(as_json) as drawn:
