@@ -150,7 +150,8 @@ def curve_of_columns(
     return Curve(
         steps[order],
         {name: values[order] for name, values in columns.items()},
-        {name: flags[order] for name, flags in nonfinite.items() if flags.any()},
+        # Rows that a later one replaces are gone by now, and with them what was not finite.
+        {name: flags[order] for name, flags in nonfinite.items() if flags[order].any()},
         restarts,
         tuple(notes),
     )
