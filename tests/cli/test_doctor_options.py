@@ -36,4 +36,4 @@ def test_the_command_refuses():
     from lehr.cli.main import app
 
     result = CliRunner().invoke(app, ["doctor", "x.csv", "--speed", "--spike", "3"])
-    assert result.exit_code != 0
+    assert isinstance(result.exception, RecipeError)

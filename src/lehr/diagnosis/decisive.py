@@ -7,8 +7,7 @@ stage or model gives the test nothing to decide with.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,12 +16,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lehr.data.shapes import Pack
+from lehr.diagnosis.left_alone import left_alone
 from lehr.objectives.base import Objective
 from lehr.training import gradients
 from lehr.training.batch import Merge, cut
 from lehr.training.optimizers import make_optimizer, set_rate
 from lehr.training.settings import EngineSettings
-from lehr.training.state import copied, put_back, running_buffers, trained_parameters
+from lehr.training.state import trained_parameters
 from lehr.training.update import Accumulated, accumulate, denominator_of
 
 CONFIRMS, WITHDRAWS, CANNOT_TELL = "confirms", "withdraws", "cannot tell"
@@ -83,25 +83,6 @@ def timed(test: Test, desk: Desk) -> Answer:
     with left_alone(desk.model, desk.settings.precision):
         answer = test(desk)
     return Answer(**(asdict(answer) | {"seconds": time.perf_counter() - began}))
-
-
-@contextmanager
-def left_alone(model: nn.Module, precision: str) -> Iterator[None]:
-    """Train mode inside; weights, statistics, modes and random state as before outside."""
-    trained, buffers = trained_parameters(model, precision), running_buffers(model)
-    kept, kept_buffers = copied(trained), copied(buffers)
-    modes = [(module, module.training) for module in model.modules()]
-    random_state = torch.get_rng_state()
-    model.train()
-    try:
-        yield
-    finally:
-        gradients.clear(trained)
-        put_back(trained, kept, "weights")
-        put_back(buffers, kept_buffers, "buffers")
-        torch.set_rng_state(random_state)
-        for module, training in modes:
-            module.training = training
 
 
 def backward(

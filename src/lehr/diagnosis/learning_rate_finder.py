@@ -25,6 +25,7 @@ from torch import nn
 
 from lehr import ranks
 from lehr.data.shapes import Pack
+from lehr.diagnosis.left_alone import left_alone
 from lehr.errors import Problem, RecipeError
 from lehr.objectives.base import Objective
 from lehr.streams import seed_for
@@ -32,7 +33,7 @@ from lehr.training import gradients
 from lehr.training.batch import Merge, cut
 from lehr.training.optimizers import make_optimizer, set_rate
 from lehr.training.settings import EngineSettings
-from lehr.training.state import copied, put_back, running_buffers, trained_parameters
+from lehr.training.state import trained_parameters
 from lehr.training.store import Batches
 from lehr.training.update import accumulate, arithmetic, denominator_of, seed_dropout
 
@@ -103,7 +104,7 @@ def find_learning_rate(
 
     changes: list[float] = []
     stopped = f"the highest rate, {high:g}, was reached"
-    with _left_alone(model, batches):
+    with left_alone(model), _put_back(batches):
         taken = []
         for index in range(steps):
             packs = cut(batches.next(), settings.micro_batch, merge)
@@ -223,20 +224,10 @@ def _check(low: float, high: float, steps: int) -> None:
 
 
 @contextmanager
-def _left_alone(model: nn.Module, batches: Batches) -> Iterator[None]:
-    """Train mode inside; weights, statistics, modes, data and random state as before outside."""
-    trained, buffers = trained_parameters(model), running_buffers(model)
-    kept, kept_buffers = copied(trained), copied(buffers)
-    modes = [(module, module.training) for module in model.modules()]
-    random_state, position = torch.get_rng_state(), batches.state()
-    model.train()
+def _put_back(batches: Batches) -> Iterator[None]:
+    """The data where it was, afterwards."""
+    position = batches.state()
     try:
         yield
     finally:
-        gradients.clear(trained)
-        put_back(trained, kept, "weights")
-        put_back(buffers, kept_buffers, "buffers")
         batches.load(position)
-        torch.set_rng_state(random_state)
-        for module, training in modes:
-            module.training = training

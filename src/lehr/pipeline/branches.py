@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import equal
 
-from lehr.data.packing import merge
 from lehr.diagnosis.decisive import (
     CANNOT_TELL,
     CONFIRMS,
@@ -21,18 +20,17 @@ from lehr.diagnosis.decisive import (
     Answer,
     Desk,
     backward,
-    left_alone,
 )
 from lehr.diagnosis.decisive_tests import level
 from lehr.diagnosis.doctor import Finding
+from lehr.diagnosis.left_alone import left_alone
 from lehr.errors import Diverged
 from lehr.objectives.base import Objective
-from lehr.pipeline.replaying import Again, Source, again
+from lehr.pipeline.replaying import Again, Source, again, engine_aside
 from lehr.pipeline.run_stages import entries_of, older_checkpoints
 from lehr.pipeline.stage_run import rows_of
 from lehr.stages.context import StageContext
 from lehr.training import checkpoint, events, gradients
-from lehr.training.engine import Engine
 
 LENGTH, LAST = 50, 10  # updates of a branch, and those at its end that are judged
 BETTER_ABSOLUTE, BETTER_RELATIVE = 0.05, 0.02  # nats: by so much a branch must lie below
@@ -85,18 +83,8 @@ def _train(context: StageContext, objective: Objective, folder: Path, attempts: 
     def evaluate(_update: int) -> dict[str, float]:
         return {"loss": 0.0}
 
-    engine = Engine(
-        model=context.model,
-        objective=objective,
-        batches=context.batches,
-        settings=replace(context.settings, checkpoint_every=1, checkpoints_kept=3),
-        folder=folder,
-        seed_names=(context.seed, context.stage.kind, context.parent_key),
-        observers=(observe,),
-        evaluate=None if context.evaluate is None else evaluate,
-        merge=merge,
-        key=context.key,
-    )
+    settings = replace(context.settings, checkpoint_every=1, checkpoints_kept=3)
+    engine = engine_aside(context, objective, settings, folder, observe, evaluate)
     with suppress(_EnoughError, Diverged):
         engine.run()
 

@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from lehr.training import checkpoint, events
 from lehr.training.checkpoint import Checkpoint
 from lehr.training.engine import Engine
 from lehr.training.quarantine import Quarantine, Quarantined
+from lehr.training.settings import EngineSettings
 from lehr.training.state import copied, trained_parameters
 
 NEVER = 10**9
@@ -121,18 +122,7 @@ def again(
             checkpoint_every=save_at or NEVER,
             learning_rate=context.settings.learning_rate * rate,
         )
-        engine = Engine(
-            model=context.model,
-            objective=objective,
-            batches=context.batches,
-            settings=settings,
-            folder=folder,
-            seed_names=(context.seed, context.stage.kind, context.parent_key),
-            observers=(observe,),
-            evaluate=None if context.evaluate is None else evaluate,
-            merge=merge,
-            key=context.key,
-        )
+        engine = engine_aside(context, objective, settings, folder, observe, evaluate)
         with suppress(_ReachedError, Diverged):
             engine.run()
         path = checkpoint.folder_of(folder / "checkpoints", save_at)
@@ -141,6 +131,29 @@ def again(
             found.saved = {file.stem: one.tensors(file.stem) for file in path.glob("*.safetensors")}
     found.departure = departure(found.rows, [comparable(one) for one in rows])
     return found
+
+
+def engine_aside(
+    context: StageContext,
+    objective: Objective,
+    settings: EngineSettings,
+    folder: Path,
+    observe: Callable[[events.Event], None],
+    evaluate: Callable[[int], dict[str, float]],
+) -> Engine:
+    """The stage's engine in another folder; `evaluate` stands for what the stage evaluates."""
+    return Engine(
+        model=context.model,
+        objective=objective,
+        batches=context.batches,
+        settings=settings,
+        folder=folder,
+        seed_names=(context.seed, context.stage.kind, context.parent_key),
+        observers=(observe,),
+        evaluate=None if context.evaluate is None else evaluate,
+        merge=merge,
+        key=context.key,
+    )
 
 
 def comparable(row: Mapping[str, Any]) -> dict[str, Any]:
