@@ -44,6 +44,23 @@ def options_of(
     return argument_parser.parse_args()
 
 
+def adapted_model(options: argparse.Namespace, rank: int = 16) -> tuple[Any, Any]:
+    """The model with LoRA on all linear layers, and its encoder; threads as options say."""
+    import torch
+
+    from lehr.data.encoding import Encoder
+    from lehr.data.templates import Template
+    from lehr.models.loading import load_model
+    from lehr.training.allocator import keep_freed_memory
+
+    torch.set_num_threads(options.threads)
+    keep_freed_memory()
+    model = load_model(options.model, precision=options.precision)
+    model.add_adapter(rank=rank)
+    template = Template.from_tokenizer(model.tokenizer)
+    return model, Encoder(model.tokenizer, template, date="2000-01-01")
+
+
 def in_turn(
     kind: str,
     options: argparse.Namespace,

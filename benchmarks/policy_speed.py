@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.beside_peer import in_turn, options_of
+from benchmarks.beside_peer import adapted_model, in_turn, options_of
 
 GIB = 2**30
 # Of 3 GiB, the target: what the planner may fill with live bytes. The rest are the libraries.
@@ -103,23 +103,14 @@ class Sampled:
 
 def one_run(options: argparse.Namespace) -> dict[str, Any]:
     """lehr's timed updates: the child process."""
-    import torch
 
-    from lehr.data.encoding import Encoder
     from lehr.data.packing import merge
-    from lehr.data.templates import Template
-    from lehr.models.loading import load_model
     from lehr.objectives.policy import Policy
-    from lehr.training.allocator import keep_freed_memory
     from lehr.training.engine import Engine
     from lehr.training.schedules import Schedule
     from lehr.training.settings import EngineSettings
 
-    torch.set_num_threads(options.threads)
-    keep_freed_memory()
-    model = load_model(options.model, precision=options.precision)
-    model.add_adapter(rank=16)
-    encoder = Encoder(model.tokenizer, Template.from_tokenizer(model.tokenizer), date="2000-01-01")
+    model, encoder = adapted_model(options)
     rows = [json.loads(line) for line in Path(options.rows).read_text().splitlines()]
     ids = [list(encoder.prompt_ids(row["prompt"])) for row in rows]
     size = options.batch_size

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.beside_peer import (
+    adapted_model,
     equal_losses,
     in_order,
     in_turn,
@@ -35,25 +36,16 @@ def one_run(options: argparse.Namespace) -> dict[str, Any]:
     """lehr's timed updates: the child process."""
     import torch
 
-    from lehr.data.encoding import Encoder
     from lehr.data.loader import UpdateBatches
     from lehr.data.packing import merge
     from lehr.data.sources import read_source
-    from lehr.data.templates import Template
     from lehr.diagnosis.machine import measure_gemm
-    from lehr.models.loading import load_model
     from lehr.objectives.language import Language
-    from lehr.training.allocator import keep_freed_memory
     from lehr.training.engine import Engine
     from lehr.training.schedules import Schedule
     from lehr.training.settings import EngineSettings
 
-    torch.set_num_threads(options.threads)
-    keep_freed_memory()
-    model = load_model(options.model, precision=options.precision)
-    model.add_adapter(rank=16)
-    template = Template.from_tokenizer(model.tokenizer)
-    encoder = Encoder(model.tokenizer, template, date="2000-01-01")
+    model, encoder = adapted_model(options)
     examples = read_source("rows", [Path(options.rows)]).examples
     encoded = [one for example in examples for one in encoder.encode(example).encoded]
     batches = UpdateBatches({"rows": encoded}, {"rows": 1.0}, options.batch_size, 0, 1024)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.beside_peer import adapted_model
 from benchmarks.sft_speed import rows_file
 
 RANK = 16
@@ -71,22 +72,13 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
-    import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from lehr.data.encoding import Encoder
     from lehr.data.loader import UpdateBatches
     from lehr.data.sources import read_source
-    from lehr.data.templates import Template
-    from lehr.models.loading import load_model
     from lehr.objectives.language import Language
-    from lehr.training.allocator import keep_freed_memory
 
-    torch.set_num_threads(options.threads)
-    keep_freed_memory()
-    model = load_model(options.model, precision=options.precision)
-    model.add_adapter(rank=RANK)
-    encoder = Encoder(model.tokenizer, Template.from_tokenizer(model.tokenizer), date="2000-01-01")
+    model, encoder = adapted_model(options, RANK)
     with tempfile.TemporaryDirectory() as folder:
         examples = read_source("rows", [rows_file(Path(folder), 64)]).examples
     encoded = [one for example in examples for one in encoder.encode(example).encoded]
