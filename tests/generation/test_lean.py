@@ -18,9 +18,10 @@ from lehr.generation import admission
 from lehr.generation.admission import why_not_lean
 from lehr.generation.decode import Generated, generate
 from lehr.generation.lean_batch import LeanBatch
-from lehr.generation.lean_network import HeadProduct, LeanNetwork
+from lehr.generation.lean_network import HeadProduct, LeanNetwork, attend
 from lehr.generation.products import Product, packing_possible, to_int8
 from lehr.generation.rows import Group
+from lehr.generation.step_desk import StepDesk
 from lehr.models.head import head_of
 from lehr.models.language_model import LanguageModel
 
@@ -237,6 +238,27 @@ def test_large_weights_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted("Qwen2")
     written = generate(model, PROMPTS, max_new_tokens=6, stop_ids=STOP, through="lean")
     assert float(training_gaps(model, PROMPTS, written).abs().max()) <= 1e-4
+
+
+@pytest.mark.parametrize("positions", [3, 40])
+def test_one_row_kept_in_fp32_attends_as_many_in_bf16_do(positions: int) -> None:
+    network = LeanNetwork(model_of("Qwen3", precision="bf16").network)
+    generator = torch.Generator().manual_seed(positions)
+    shape = network.shape
+    query = torch.randn(1, shape.heads, shape.head_size, generator=generator).bfloat16()
+    seen = []
+    for rows in (1, 2):
+        cache = network.new_cache(rows)
+        assert cache.keys.dtype == (torch.float32 if rows == 1 else torch.bfloat16)
+        size = (len(network.blocks), shape.groups, positions, shape.head_size)
+        for slot in range(rows):
+            cached = torch.Generator().manual_seed(1)
+            cache.place(slot, *(torch.randn(size, generator=cached).bfloat16() for _ in range(2)))
+        at = torch.tensor([positions - 1] * rows)
+        desk = StepDesk(rows, positions, cache)
+        mask = desk.masks(at, [None])[None]
+        seen.append(attend(query.expand(rows, -1, -1), desk.layers[0], mask, 0.3)[0])
+    torch.testing.assert_close(seen[0], seen[1], rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.skipif(not packing_possible(torch.bfloat16), reason="no bf16 products here")

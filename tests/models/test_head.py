@@ -19,6 +19,7 @@ from lehr.models.head import (
     divergence,
     token_stats,
 )
+from lehr.models.head_chunks import likeliest
 
 
 def _some(*shape: int, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
@@ -306,3 +307,25 @@ def test_a_bare_product_would_be_wrong():
             hidden = model.hidden(pack)
             bare = hidden @ model.head().weight.T
             assert (bare - model.head().logits(hidden)).abs().max() > 0.5
+
+
+@pytest.mark.parametrize("size", [5, 8, 2048, 2049, 4100, 49_152])
+def test_the_likeliest_logits_are_those_of_topk(size):
+    generator = torch.Generator().manual_seed(size)
+    logits = torch.randn(7, size, generator=generator)
+    logits[0, -3:] = 9.0  # beyond the last whole block
+    logits[1, : min(size, 70)] = 8.0  # more equals than are asked for, over two blocks
+    logits[2] = 0.0
+    logits[3, 1::2] = float("-inf")
+    found = likeliest(logits, 8)
+    assert found.shape == (7, min(8, size))
+    assert all(len(set(row)) == len(row) for row in found.tolist())
+    assert torch.equal(logits.gather(1, found), logits.topk(min(8, size), 1).values)
+
+
+def test_a_row_that_is_not_finite_has_likeliest_logits_too():
+    logits = torch.randn(2, 4096)
+    logits[0, 77] = float("nan")
+    found = likeliest(logits, 8)
+    assert 77 in found[0].tolist()
+    assert int(found.max()) < 4096

@@ -52,20 +52,14 @@ def attend(query: Tensor, at: LayerViews, mask: Tensor, scale: float) -> Tensor:
 
     The heads of a group are the rows of one product, so that nothing is repeated for them. It
     rounds where the training pass over short segments rounds (`models.attention_cpu`): that
-    halves the gap between a sample's log-probability here and there, and in bf16 takes two
-    thirds of the time of torch's kernel.
+    halves the gap between a sample's log-probability here and there.
     """
     rows, heads, size = query.shape
-    groups = at.keys.shape[1]
-    lanes = query.reshape(rows * groups, heads // groups, size)
-    shown = mask.expand(rows, groups, lanes.shape[1], -1).reshape(*lanes.shape[:2], -1)
-    keys = at.keys.flatten(0, 1).transpose(1, 2)
-    if query.dtype == torch.float32:
-        scores = torch.baddbmm(shown, lanes, keys, alpha=scale)
-    else:
-        scores = torch.bmm(lanes.float() * scale, keys.float()).add_(shown)
-    shares = torch.softmax(scores, -1).to(query.dtype)
-    return torch.bmm(shares, at.values.flatten(0, 1)).view(rows, -1)
+    groups = at.keys.shape[0] // rows
+    lanes = query.reshape(rows * groups, heads // groups, size).float()
+    scores = torch.baddbmm(mask, lanes, at.keys.float(), alpha=scale)
+    shares = torch.softmax(scores, -1).to(query.dtype).to(at.values.dtype)
+    return torch.bmm(shares, at.values).to(query.dtype).view(rows, -1)
 
 
 class HeadProduct:
@@ -129,7 +123,10 @@ class LeanNetwork:
     def new_cache(self, rows: int) -> RowCache:
         """An empty cache with a slot for each of `rows` rows."""
         shape = self.shape
-        return RowCache(len(self.blocks), rows, shape.groups, shape.head_size, shape.dtype)
+        # One row's stay in fp32, as the products take them: a third of its attention's time. Of
+        # many rows that would be twice the memory to read, and no faster.
+        dtype = torch.float32 if rows == 1 else shape.dtype
+        return RowCache(len(self.blocks), rows, shape.groups, shape.head_size, dtype)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
         """Prompts, packed -> fp32 logits [n, V] after each, keys and values of all tokens.
@@ -188,8 +185,8 @@ class LeanNetwork:
             layer = block.layer
             query, key, value = self._heads(block, x, cosine, sine)
             at = desk.layers[index]
-            at.keys_flat.index_copy_(0, places, key.reshape(desk.lanes, -1))
-            at.values_flat.index_copy_(0, places, value.reshape(desk.lanes, -1))
+            at.keys_flat.index_copy_(0, places, key.reshape(desk.lanes, -1).to(desk.dtype))
+            at.values_flat.index_copy_(0, places, value.reshape(desk.lanes, -1).to(desk.dtype))
             seen = attend(query, at, masks[layer.window], layer.scale)
             x = block.feed_forward(block.output(seen).add_(x))
         return self.head(normed(x, shape.norm))

@@ -110,7 +110,11 @@ class Product:
         self.out = sum(part.weight.shape[0] for part in parts)
         self.scale = next((part.scale for part in parts if part.lora_a is not None), 1.0)
         low = [part.lora_a.to(dtype) for part in parts if part.lora_a is not None]
+        # One row of so narrow a bf16 product takes torch three to ten times as long as in fp32.
+        self.low_dtype = torch.float32 if kind == "plain" else dtype
         self.low_out = _block_rows(parts, self.scale, dtype) if low else None
+        if self.low_out is not None:
+            self.low_out = self.low_out.to(self.low_dtype)
         elements = sum(part.weight.numel() for part in parts)
         self._apart: list[Multiply] = []
         if kind == "plain" and elements > FUSED_ELEMENTS:
@@ -131,7 +135,9 @@ class Product:
         if self.low_out is None:
             return y
         # x Wᵀ + s (x Aᵀ) Bᵀ, where x Aᵀ are the last columns of y.
-        return torch.addmm(y[:, : self.out], y[:, self.out :], self.low_out, alpha=self.scale)
+        wide = y.to(self.low_dtype)
+        total = wide[:, : self.out].addmm_(wide[:, self.out :], self.low_out, alpha=self.scale)
+        return total.to(y.dtype)
 
 
 def _block_rows(parts: Sequence[Adapted], scale: float, dtype: torch.dtype) -> Tensor:

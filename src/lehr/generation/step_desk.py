@@ -19,7 +19,8 @@ SIGHT = 16  # positions by which the stretch in sight grows
 
 @dataclass(frozen=True)
 class LayerViews:
-    """Of one layer's cache: flat [.., size] to write into, [rows, groups, sight, size] to read."""
+    """Of one layer's cache: flat [.., size] to write into; keys [lanes, size, sight] and values
+    [lanes, sight, size] to read."""
 
     keys_flat: Tensor
     values_flat: Tensor
@@ -39,8 +40,8 @@ class StepDesk:
             LayerViews(
                 keys.view(-1, size),
                 values.view(-1, size),
-                keys[:rows, :, : self.sight],
-                values[:rows, :, : self.sight],
+                keys[:rows, :, : self.sight].flatten(0, 1).transpose(1, 2),
+                values[:rows, :, : self.sight].flatten(0, 1),
             )
             for keys, values in zip(cache.keys, cache.values, strict=True)
         ]
@@ -56,12 +57,13 @@ class StepDesk:
         return (self._lane_starts + positions[:, None]).view(-1)
 
     def masks(self, positions: Tensor, windows: Iterable[int | None]) -> dict[int | None, Tensor]:
-        """For each window (None: all earlier positions): additive [rows, 1, 1, sight]."""
+        """For each window (None: all earlier positions): additive fp32 [lanes, 1, sight]."""
         masks = {}
         for window in windows:
             hidden = self._columns > positions[:, None]
             if window is not None and window < self.sight:
                 hidden |= self._columns <= positions[:, None] - window
-            mask = torch.zeros(hidden.shape, dtype=self.dtype)
-            masks[window] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+            mask = torch.zeros(hidden.shape, dtype=torch.float32)
+            mask = mask.masked_fill_(hidden, float("-inf"))
+            masks[window] = mask.repeat_interleave(self.lanes // self.rows, 0)[:, None]
         return masks
