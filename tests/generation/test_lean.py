@@ -249,13 +249,13 @@ def test_one_row_kept_in_fp32_attends_as_many_in_bf16_do(positions: int) -> None
     seen = []
     for rows in (1, 2):
         cache = network.new_cache(rows)
-        assert cache.keys.dtype == (torch.float32 if rows == 1 else torch.bfloat16)
+        assert cache.dtype == (torch.float32 if rows == 1 else torch.bfloat16)
         size = (len(network.blocks), shape.groups, positions, shape.head_size)
         for slot in range(rows):
             cached = torch.Generator().manual_seed(1)
             cache.place(slot, *(torch.randn(size, generator=cached).bfloat16() for _ in range(2)))
         at = torch.tensor([positions - 1] * rows)
-        desk = StepDesk(rows, positions, cache)
+        desk = StepDesk(rows, cache)
         mask = desk.masks(at, [None])[None]
         seen.append(attend(query.expand(rows, -1, -1), desk.layers[0], mask, 0.3)[0])
     torch.testing.assert_close(seen[0], seen[1], rtol=2e-2, atol=2e-3)

@@ -169,10 +169,9 @@ class LeanNetwork:
     def step(self, tokens: Tensor, positions: Tensor, cache: RowCache) -> Tensor:
         """One token [n] at its position [n] in each of the first n slots -> fp32 logits [n, V]."""
         rows = tokens.numel()
-        room = int(positions.max()) + 1
-        cache.reserve(room)
-        if self._desk is None or not self._desk.fits(rows, room, cache):
-            self._desk = StepDesk(rows, room, cache)
+        cache.reserve(int(positions.max()) + 1)
+        if self._desk is None or not self._desk.fits(rows, cache):
+            self._desk = StepDesk(rows, cache)
         with single_row_kernels(rows if self.kind == "plain" else 0, self.shape.dtype):
             return self._step(tokens, positions, self._desk)
 

@@ -1,7 +1,7 @@
 """What a decoding step works on: views and masks made once for many steps.
 
 A view costs a microsecond, and a layer needs several; they stay valid while the number of
-rows, the cache's memory and the stretch of positions in sight are the same.
+rows and the cache's memory are the same.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from torch import Tensor
 
 from lehr.generation.cache import RowCache
 
-SIGHT = 16  # positions by which the stretch in sight grows
-
 
 @dataclass(frozen=True)
 class LayerViews:
-    """Of one layer's cache: flat [.., size] to write into; keys [lanes, size, sight] and values
-    [lanes, sight, size] to read."""
+    """Of one layer's cache: flat [.., size] to write into; keys [lanes, size, room] and values
+    [lanes, room, size] to read."""
 
     keys_flat: Tensor
     values_flat: Tensor
@@ -29,39 +27,38 @@ class LayerViews:
 
 
 class StepDesk:
-    """For `rows` rows and positions below `room`, rounded up; a lane is one group of a row."""
+    """For `rows` rows of a cache as long as its room is what it is; a lane is a row's group."""
 
-    def __init__(self, rows: int, room: int, cache: RowCache) -> None:
+    def __init__(self, rows: int, cache: RowCache) -> None:
         self.rows, self.lanes = rows, rows * cache.groups
-        self.sight = min(cache.room, -(-room // SIGHT) * SIGHT)
-        self.memory, self.dtype = cache.keys, cache.keys.dtype
-        size = cache.keys.shape[-1]
+        self.cache, self.room, self.dtype = cache, cache.room, cache.dtype
+        size = cache.keys[0].shape[-1]
         self.layers = [
             LayerViews(
                 keys.view(-1, size),
                 values.view(-1, size),
-                keys[:rows, :, : self.sight].flatten(0, 1).transpose(1, 2),
-                values[:rows, :, : self.sight].flatten(0, 1),
+                keys[:rows].flatten(0, 1).transpose(1, 2),
+                values[:rows].flatten(0, 1),
             )
             for keys, values in zip(cache.keys, cache.values, strict=True)
         ]
-        self._columns = torch.arange(self.sight)
-        self._lane_starts = torch.arange(self.lanes).view(rows, -1) * cache.room
+        self._columns = torch.arange(self.room)
+        self._lane_starts = torch.arange(self.lanes).view(rows, -1) * self.room
 
-    def fits(self, rows: int, room: int, cache: RowCache) -> bool:
-        """Whether a step of `rows` rows with positions below `room` can work here."""
-        return rows == self.rows and room <= self.sight and cache.keys is self.memory
+    def fits(self, rows: int, cache: RowCache) -> bool:
+        """Whether a step of `rows` rows of this cache can work here."""
+        return rows == self.rows and cache is self.cache and cache.room == self.room
 
     def places(self, positions: Tensor) -> Tensor:
         """Where position p of each row stands in a layer's flat view, lane by lane."""
         return (self._lane_starts + positions[:, None]).view(-1)
 
     def masks(self, positions: Tensor, windows: Iterable[int | None]) -> dict[int | None, Tensor]:
-        """For each window (None: all earlier positions): additive fp32 [lanes, 1, sight]."""
+        """For each window (None: all earlier positions): additive fp32 [lanes, 1, room]."""
         masks = {}
         for window in windows:
             hidden = self._columns > positions[:, None]
-            if window is not None and window < self.sight:
+            if window is not None and window < self.room:
                 hidden |= self._columns <= positions[:, None] - window
             mask = torch.zeros(hidden.shape, dtype=torch.float32)
             mask = mask.masked_fill_(hidden, float("-inf"))
