@@ -49,6 +49,21 @@ def test_bf16_has_a_wider_tolerance(work):
     assert metrics(out / "01-preference")[0]["loss"] == pytest.approx(math.log(2), abs=1e-2)
 
 
+@pytest.mark.parametrize("precision", ["fp16", "pure_bf16"])
+def test_every_16_bit_precision_starts_at_its_reference(work, precision):
+    """The reference pass computes as the updates do, loss scale and rounded weights included."""
+    recipe = one_stage(precision=precision, learning_rate=1e-3)
+    if precision == "pure_bf16":  # of all weights: an adapter is small enough for fp32
+        recipe = weights_recipe(gates="none", export="merged")
+        recipe["data"]["pairs"] = {"path": "pairs.jsonl", "holdout": 8}
+        keys = stage("pairs", precision=precision, learning_rate=1e-3, max_updates=3)
+        recipe["stages"] = [{"preference": keys}]
+    _, out, _ = go(write_recipe(work, recipe))
+    rows = metrics(out / "01-preference")
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-2)
+    assert len(rows) == 3
+
+
 def test_a_wrong_reference_stops_the_stage(work, monkeypatch):
     right = preference.log_probabilities
 
