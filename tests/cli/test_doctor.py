@@ -66,7 +66,7 @@ def test_the_resumes_of_a_run_are_known(capsys, tmp_path):
 
 
 def test_a_pasted_list_from_stdin(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("2.0 1.9 inf"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"2.0 1.9 inf")))
     status, out, _ = call(capsys, "doctor", "-", "--json")
     assert status == 0 and json.loads(out)["findings"]
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from tests.pipeline.small import go, lora_recipe, read, write_recipe
 
 from lehr.diagnosis.doctor_look import Context
-from lehr.pipeline.doctoring import LiveDoctor, examine
+from lehr.pipeline.doctoring import LiveDoctor
 from lehr.pipeline.events import Events
+from lehr.pipeline.examining import examine
 from lehr.training import events as engine
 
 

@@ -19,13 +19,14 @@ def doctor_verb(path: Path, loss: str | None, known: Mapping[str, Any], *, as_js
     """Print what is wrong with a curve; 0 whatever was found."""
     from lehr.diagnosis.doctor import diagnose
     from lehr.diagnosis.doctor_look import Context
-    from lehr.diagnosis.doctor_readers import curve_of_text
-    from lehr.pipeline.doctoring import examine
+    from lehr.diagnosis.doctor_readers import curve_of_bytes
+    from lehr.pipeline.examining import examine
 
     given = {name: value for name, value in known.items() if value is not None}
     context = Context(**given) if given else None
     if str(path) == "-":
-        found = diagnose(curve_of_text(sys.stdin.read(), loss=loss, where="stdin"), context)
+        content = sys.stdin.buffer.read()
+        found = diagnose(curve_of_bytes(content, loss=loss, where="stdin"), context)
     else:
         found = examine(path, loss, context)
     if as_json:

@@ -164,7 +164,7 @@ def diagnose(curve: Curve, context: Context | None = None, stage: str = "") -> D
     look = Look(curve, context)
     findings = tuple(_finding(sign, look, stage) for sign in ranked(look))
     notes = list(curve.notes)
-    points = len(look.loss)
+    points = len(curve.points("loss")[1])
     if points < ENOUGH_POINTS and not findings:
         seen = "one point of the loss is" if points == 1 else f"{points} points of the loss are"
         notes.append(f"{seen} too few to say more")

@@ -121,6 +121,17 @@ def canonical(name: str) -> str:
     return canonical(short) if short != plain else name
 
 
+def is_known(name: str) -> bool:
+    """Whether a column by this name says something of a run: any other is not looked at.
+
+    >>> is_known("run-7 - train/loss"), is_known("train/global_step"), is_known("gpu.0.power")
+    (True, True, False)
+    """
+    plain = name.rsplit(" - ", 1)[-1].strip().lower()
+    steps = plain.removeprefix("train/").removeprefix("trainer/")
+    return canonical(name) in SPELLINGS or steps in STEPS
+
+
 def curve_of_columns(
     raw: Mapping[str, Sequence[Any] | NDArray[Any]],
     *,
@@ -138,7 +149,7 @@ def curve_of_columns(
     for name, values in raw.items():
         if name.lower().endswith(_WIDE):
             continue
-        found = _numbers(values)
+        found = numbers_of(values)
         if found is not None:
             numbers[name], bad[name] = found
     columns, nonfinite = _named(numbers, bad, loss, where, notes)
@@ -187,11 +198,15 @@ def _shapes(rows: Sequence[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
     return seen.values()
 
 
-def _numbers(values: Sequence[Any] | NDArray[Any]) -> tuple[Floats, Flags] | None:
-    """(values with NaN for what is absent, what is there and not finite); None: no numbers."""
+def numbers_of(values: Sequence[Any] | NDArray[Any]) -> tuple[Floats, Flags] | None:
+    """(values with NaN for what is absent, what is there and not finite); None: no numbers.
+
+    Absent is None, an empty text or what a masked array masks.
+    """
     if isinstance(values, np.ndarray) and values.dtype.kind in "fiub":
-        made = values.astype(np.float64)
-        bad = ~np.isfinite(made)
+        made = np.ma.getdata(values).astype(np.float64)
+        bad = ~np.isfinite(made) & ~np.ma.getmaskarray(values)
+        made = np.where(np.ma.getmaskarray(values), np.nan, made)
         return np.where(bad, np.nan, made), bad
     try:
         made = np.array(values, dtype=np.float64)  # None becomes NaN
@@ -207,7 +222,7 @@ def _numbers(values: Sequence[Any] | NDArray[Any]) -> tuple[Floats, Flags] | Non
     bad = np.zeros(len(values), dtype=bool)
     count = 0
     for index, value in enumerate(values):
-        number = _number(value)
+        number = number_of(value)
         if number is None:
             continue
         count += 1
@@ -216,7 +231,7 @@ def _numbers(values: Sequence[Any] | NDArray[Any]) -> tuple[Floats, Flags] | Non
     return (made, bad) if count else None
 
 
-def _number(value: Any) -> float | None:
+def number_of(value: Any) -> float | None:
     """A number, or text that is one; None for all else."""
     if isinstance(value, str):
         text = value.strip().strip("\"'").replace("_", "")

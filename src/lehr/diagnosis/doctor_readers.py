@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import csv
-import io
 import json
 import math
 import re
@@ -14,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from lehr.diagnosis.doctor_curve import SPELLINGS, STEPS, Curve, canonical, curve_of_columns
+from lehr.diagnosis.doctor_curve import SPELLINGS, Curve, canonical, curve_of_columns, is_known
 from lehr.diagnosis.doctor_curve import curve_of_rows as of_rows
+from lehr.diagnosis.doctor_large import LARGE, columns_of_bytes
+from lehr.diagnosis.doctor_tables import DECIMAL_COMMA, PAIR, THOUSANDS, is_number, table_of
 from lehr.errors import Problem, RecipeError
 
 LARGEST_BYTES = 2**30
@@ -32,18 +32,10 @@ EXPECTED = (
     "a curve: metrics.jsonl, a HF trainer_state.json, a CSV of wandb, mlflow or TensorBoard, "
     "a log with `loss: 2.1` in its lines, or a list of numbers"
 )
-# A name begins a word and is short: an endless word (base64) is not searched from each letter.
-_PAIR = re.compile(
-    r"(?<!\w)['\"]?([A-Za-z_][\w/.\-]{0,99}?)['\"]?\s*[:= ]\s*['\"]?"
-    r"([-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf|NaN|Infinity))"
-    r"(?![\w.])"
-)
 # `train loss 2.1`, `loss train: 2.1`: two words that are one name.
 _TWO_WORDS = re.compile(
     r"\b(?:(train|val|valid|eval|test) loss|loss (train|val|valid|eval|test))\b"
 )
-_DECIMAL_COMMA = re.compile(r"[-+]?\d*,\d+(?:[eE][-+]?\d+)?")
-_THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+")
 _BARE = re.compile(r"[\s,;\[\]()|]+")
 
 
@@ -57,6 +49,15 @@ def read_curve(path: Path, loss: str | None = None) -> Curve:
         content = path.read_bytes()
     except OSError as error:
         raise RecipeError(Problem(where, f"a file that can be read ({error.strerror})")) from None
+    return curve_of_bytes(content, loss=loss, where=where)
+
+
+def curve_of_bytes(content: bytes, *, loss: str | None = None, where: str = "curve") -> Curve:
+    """The curve in the bytes of a file; a plain and large one is not taken apart row by row."""
+    if len(content) >= LARGE:
+        columns = columns_of_bytes(content, loss)
+        if columns is not None:
+            return curve_of_columns(columns, loss=loss, where=where)
     return curve_of_text(_decoded(content, where), loss=loss, where=where)
 
 
@@ -72,7 +73,7 @@ def curve_of_text(text: str, *, loss: str | None = None, where: str = "curve") -
     bare = _bare_numbers(text, where)
     if bare is not None:
         return curve_of_columns(bare, where=where)
-    table = _table(text)
+    table = table_of(text, loss)
     if table is not None:
         return curve_of_columns(table, loss=loss, where=where)
     rows = _log_lines(text)
@@ -181,7 +182,7 @@ def _bare_numbers(text: str, where: str) -> dict[str, Any] | None:
 
     Raises RecipeError for a table of three or more columns that has no names.
     """
-    if not _is_number(_BARE.split(text[:200].lstrip("[( "), maxsplit=1)[0]):
+    if not is_number(_BARE.split(text[:200].lstrip("[( "), maxsplit=1)[0]):
         return None
     words = [word for word in _BARE.split(_with_points(text)) if word]
     try:
@@ -224,106 +225,10 @@ def _counts(values: np.ndarray[Any, Any]) -> bool:
 def _with_points(text: str) -> str:
     """Decimal commas as points where nothing else can be meant: `2,31; 2,28` or `2,31 2,28`."""
     words = text.replace(";", " ").split()
-    if "," not in text or "." in text or not all(map(_DECIMAL_COMMA.fullmatch, words)):
+    if "," not in text or "." in text or not all(map(DECIMAL_COMMA.fullmatch, words)):
         return text
     rising = np.diff([int(word.split(",")[0]) for word in words]) > 0
     return text if len(words) > 1 and bool(rising.all()) else text.replace(",", ".")
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
-
-
-def _table(text: str) -> dict[str, Any] | None:
-    """Columns of a table with a header; None where it is none."""
-    head = text.split("\n", 1)[0]
-    delimiter = max(",;\t|", key=head.count)
-    if not head.count(delimiter) or _PAIR.search(head):
-        return None
-    try:
-        columns = _all_numbers(text, delimiter) or _any_cells(text, delimiter)
-    except csv.Error:  # a cell of more than 128 KiB
-        return None
-    return None if columns is None else _wide(columns) or columns
-
-
-def _names(head: str, delimiter: str) -> list[str]:
-    row = next(csv.reader([head], delimiter=delimiter))
-    return [name.strip().strip("# ") for name in row]
-
-
-def _all_numbers(text: str, delimiter: str) -> dict[str, Any] | None:
-    """Columns of a table without an empty cell, a million rows in a second; else None."""
-    head, _, body = text.partition("\n")
-    names = _names(head, delimiter)
-    if not body.strip() or any(_is_number(name) for name in names if name):
-        return None
-    try:
-        table = np.loadtxt(
-            io.StringIO(body), delimiter=delimiter, quotechar='"', comments=None, ndmin=2
-        )
-    except ValueError:
-        return None
-    return dict(zip(names, table.T, strict=True)) if table.shape[1] == len(names) else None
-
-
-def _any_cells(text: str, delimiter: str) -> dict[str, Any] | None:
-    """Columns of a table whose cells may be words or empty; None where it is no table."""
-    rows = list(csv.reader(io.StringIO(text), delimiter=delimiter))
-    names = _names(text.split("\n", 1)[0], delimiter)
-    body = [row for row in rows[1:] if len(row) == len(names)]
-    if len(body) < max(1, (len(rows) - 1) // 2) or any(_is_number(name) for name in names if name):
-        return None
-    columns: dict[str, Any] = {}
-    for name, values in zip(names, zip(*body, strict=True), strict=True):
-        columns[name] = _cells(values, delimiter)
-    return columns
-
-
-def _cells(values: tuple[str, ...], delimiter: str) -> Any:
-    try:
-        return np.array(values, dtype=np.float64)
-    except ValueError:
-        pass
-    told = [value.strip() for value in values if value.strip()]
-    if _decimal_commas(told, delimiter):
-        values = tuple(value.replace(",", ".") for value in values)
-    return [value if value.strip() else None for value in values]
-
-
-def _decimal_commas(told: list[str], delimiter: str) -> bool:
-    """Whether the commas in a column are decimal; between commas `2,345` may be thousands."""
-    with_comma = [value for value in told if "," in value]
-    if not with_comma or not all(map(_DECIMAL_COMMA.fullmatch, with_comma)):
-        return False
-    return delimiter != "," or not all(map(_THOUSANDS.fullmatch, with_comma))
-
-
-def _wide(columns: Mapping[str, Any]) -> dict[str, Any] | None:
-    """mlflow's long table (key, value, step) as columns; None where it is not one."""
-    lower = {name.lower(): name for name in columns}
-    key = lower.get("key") or lower.get("metric") or lower.get("tag") or lower.get("name")
-    value, step = lower.get("value"), lower.get("step")
-    if key is None or value is None:
-        if value is not None and step is not None and "loss" not in lower:  # TensorBoard
-            return {"step": columns[step], "loss": columns[value], **_clock(columns, lower)}
-        return None
-    steps = columns[step] if step else np.arange(len(columns[key]))
-    rows: dict[float, dict[str, Any]] = {}
-    for name, number, at in zip(columns[key], columns[value], steps, strict=True):
-        rows.setdefault(float(at), {})[str(name)] = number
-    names = dict.fromkeys(str(name) for name in columns[key])
-    made: dict[str, Any] = {name: [row.get(name) for row in rows.values()] for name in names}
-    return {"step": list(rows), **made}
-
-
-def _clock(columns: Mapping[str, Any], lower: Mapping[str, str]) -> dict[str, Any]:
-    name = lower.get("wall time") or lower.get("wall_time")
-    return {"wall_time": columns[name]} if name else {}
 
 
 def _log_lines(text: str) -> list[dict[str, Any]]:
@@ -332,11 +237,11 @@ def _log_lines(text: str) -> list[dict[str, Any]]:
     for plain in text.split("\n"):
         line = _TWO_WORDS.sub(lambda found: f"{found[1] or found[2]}_loss", plain)
         row = _printed(line) or {
-            name: _number_of_a_log(number) for name, number in _PAIR.findall(line)
+            name: _number_of_a_log(number) for name, number in PAIR.findall(line)
         }
         known = {canonical(name) for name in row}
         if known & (set(SPELLINGS) - {"epoch", "seconds", "clock"}):
-            row = {name: value for name, value in row.items() if _wanted(name)}
+            row = {name: value for name, value in row.items() if is_known(name)}
             rows.append(row)
     return rows
 
@@ -348,12 +253,8 @@ def _number_of_a_log(text: str) -> float:
     (1000.0, 2.31, 2.5)
     """
     text = text.rstrip(",.")
-    decimal = _DECIMAL_COMMA.fullmatch(text) and not _THOUSANDS.fullmatch(text)
+    decimal = DECIMAL_COMMA.fullmatch(text) and not THOUSANDS.fullmatch(text)
     return float(text.replace(",", "." if decimal else ""))
-
-
-def _wanted(name: str) -> bool:
-    return canonical(name) in SPELLINGS or name.lower() in STEPS
 
 
 def _printed(line: str) -> dict[str, Any] | None:

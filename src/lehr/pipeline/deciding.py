@@ -22,8 +22,8 @@ from lehr.diagnosis.doctor_table import TABLE
 from lehr.errors import Problem, RecipeError
 from lehr.objectives.base import Objective
 from lehr.pipeline.branches import branch_in_fp32, branch_of_half, fp32, resume
-from lehr.pipeline.doctoring import examine
 from lehr.pipeline.events import Events, Listener
+from lehr.pipeline.examining import examine
 from lehr.pipeline.files import read_json
 from lehr.pipeline.folder import at_rest
 from lehr.pipeline.planning import Prepared, prepare

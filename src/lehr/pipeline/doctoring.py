@@ -1,4 +1,4 @@
-"""The doctor beside a run: it looks while a stage trains, and at files and folders afterwards.
+"""The doctor beside a run: it looks while a stage trains.
 
 During a stage it looks about twenty times; what it sees twice in a row becomes an event. At the
 end it looks once more, at everything, and leaves doctor.json in the stage's folder.
@@ -6,9 +6,7 @@ end it looks once more, at everything, and leaves doctor.json in the stage's fol
 
 from __future__ import annotations
 
-import json
 import math
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from lehr.diagnosis.doctor import Diagnosis, Finding, diagnose
-from lehr.diagnosis.doctor_curve import Curve, curve_of_rows
+from lehr.diagnosis.doctor_curve import curve_of_rows
 from lehr.diagnosis.doctor_look import Context
-from lehr.diagnosis.doctor_readers import read_curve
-from lehr.errors import Problem, RecipeError
+from lehr.errors import RecipeError
 from lehr.pipeline.events import Events
+from lehr.pipeline.examining import RECORD, lines_of, of_lehr
 from lehr.pipeline.files import read_json, write_json
 from lehr.pipeline.staging import PlannedStage
 from lehr.training import events as engine
@@ -35,14 +33,7 @@ ONLY_AT_THE_END = frozenset(
         *("epoch_sawtooth", "length_drift"),
     }
 )
-# What lehr's own stages cannot have: masks and shifts are proven by the admission probe, an
-# update's loss is divided by its own weight, a resume has the same bits, evaluation runs in eval
-# mode. A training loss over several sources beside one source's held-out loss looks like these.
-RULED_OUT = frozenset(
-    {"too_low_too_soon", "scales_with_accumulation", "jump_at_resume", "eval_below_train"}
-)
 SURE = 0.8  # what a run says by itself; `lehr doctor` says the rest
-RECORD = "doctor.json"
 
 
 class LiveDoctor:
@@ -59,7 +50,7 @@ class LiveDoctor:
     def __call__(self, event: Any) -> None:
         if isinstance(event, engine.RunStarted):
             self.updates = event.updates
-            self.rows = _lines(self.folder / "metrics.jsonl")
+            self.rows = lines_of(self.folder / "metrics.jsonl")
         elif isinstance(event, engine.ResumedFrom):
             resumes = (*self.context.resumes, float(event.update))
             self.context = replace(self.context, resumes=resumes)
@@ -98,7 +89,7 @@ class LiveDoctor:
         if not self.rows:
             return Diagnosis(())
         try:
-            return _of_lehr(diagnose(curve_of_rows(self.rows), self.context))
+            return of_lehr(diagnose(curve_of_rows(self.rows), self.context))
         except RecipeError:  # not one finite loss yet, and no gradient: nothing to look at
             return Diagnosis(())
 
@@ -109,19 +100,6 @@ class LiveDoctor:
             f"{one.causes[0]}. To decide: {one.decisive_test}"
         )
         self.events.emit("doctor", text, finding=one.as_json())
-
-
-def _judged(curve: Curve, context: Context | None, path: Path, stage: str = "") -> Diagnosis:
-    """Of a curve in a file; a record of the live doctor beside it says that lehr trained."""
-    found = diagnose(curve, context, stage)
-    own = path.name == "metrics.jsonl" and (path.parent / RECORD).is_file()
-    return _of_lehr(found) if own else found
-
-
-def _of_lehr(diagnosis: Diagnosis) -> Diagnosis:
-    """Without what a stage of lehr cannot have."""
-    kept = tuple(one for one in diagnosis.findings if one.name not in RULED_OUT)
-    return replace(diagnosis, findings=kept)
 
 
 def context_of(planned: PlannedStage, vocabulary: int, folder: Path) -> Context:
@@ -144,72 +122,3 @@ def _unigram_entropy(planned: PlannedStage, vocabulary: int) -> float | None:
             counts += np.bincount(ids, minlength=vocabulary)[:vocabulary]
     shares = counts[counts > 0] / max(1, counts.sum())
     return float(-(shares * np.log(shares)).sum()) if len(shares) else None
-
-
-def examine(path: Path, loss: str | None = None, context: Context | None = None) -> Diagnosis:
-    """`lehr doctor RUN_OR_FILE`: the stages of a run's folder, or one curve.
-
-    Raises RecipeError for what holds no curve.
-    """
-    if not path.is_dir():
-        return _judged(read_curve(path, loss), context, path)
-    places = _curves_in(path)
-    if not places:
-        expected = "a run's folder (with metrics.jsonl in its stages), or a file with a curve"
-        raise RecipeError(Problem(str(path), expected))
-    findings: list[Finding] = []
-    notes: list[str] = []
-    points = 0
-    for place in places:
-        stage = place.parent.name if len(places) > 1 or place.parent != path else ""
-        try:
-            curve = read_curve(place, loss)
-        except RecipeError as error:
-            notes += [f"{stage}: {problem.expected}" for problem in error.problems]
-            continue
-        one = _judged(curve, context or _recorded(place.parent), place, stage)
-        findings += one.findings
-        notes += [f"{stage}: {note}" if stage else note for note in one.notes]
-        points += one.points
-    if len(notes) >= len(places) and not points and not findings:
-        raise RecipeError([Problem(str(path), note) for note in notes])
-    return Diagnosis(tuple(findings), tuple(notes), points)
-
-
-def _curves_in(folder: Path) -> list[Path]:
-    """Files of curves in a folder: a lehr run's, a lehr stage's, a HF Trainer's."""
-    own = [folder / name for name in ("metrics.jsonl", "trainer_state.json")]
-    here = [path for path in own if path.is_file()]
-    if here:
-        return here[:1]
-    stages = sorted(path for path in folder.glob("[0-9][0-9]-*/metrics.jsonl") if path.is_file())
-    if stages:
-        return stages
-    saved = [path for path in folder.glob("checkpoint-*/trainer_state.json") if path.is_file()]
-    return sorted(saved, key=lambda path: path.stat().st_mtime)[-1:]  # the last holds all before
-
-
-def _recorded(folder: Path) -> Context:
-    """The context that a stage left, with the resumes that events.jsonl names."""
-    recorded = read_json(folder / RECORD)
-    known = recorded.get("context") if isinstance(recorded, dict) else None
-    known = known if isinstance(known, dict) else {}
-    fields = {name: known[name] for name in Context.__dataclass_fields__ if name in known}
-    fields["resumes"] = tuple(fields.get("resumes") or ())
-    for row in _lines(folder.parent / "events.jsonl"):
-        same = row.get("kind") == "resumed" and row.get("stage") == folder.name
-        if same and isinstance(row.get("update"), int | float):
-            fields["resumes"] = tuple(sorted({*fields["resumes"], float(row["update"])}))
-    with suppress(TypeError, ValueError):
-        return Context(**fields)
-    return Context()
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    with suppress(OSError):
-        for line in path.read_bytes().split(b"\n"):
-            with suppress(ValueError):
-                row = json.loads(line)
-                rows += [row] if isinstance(row, dict) else []
-    return rows

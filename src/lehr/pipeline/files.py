@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lehr.streams import file_hash
-
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` so that a reader sees the old file or the new one, never a part."""
@@ -52,6 +50,8 @@ def link_weights(source: str | Path, target: str | Path) -> str:
 
 def differing(folder: Path, hashes: Mapping[str, str]) -> list[str]:
     """Files of `folder` that are missing or hold something else than the SHA-256 known."""
+    from lehr.streams import file_hash  # torch, which who reads a curve does not wait for
+
     return [
         name
         for name, known in hashes.items()
