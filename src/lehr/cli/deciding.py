@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from lehr.cli.terminal import WIDTH
+from lehr.cli.saying import WIDTH
 from lehr.cli.verbs import say_json, terminal
 from lehr.diagnosis.decisive import CONFIRMS, WITHDRAWS, Answer
 from lehr.errors import GateRefused

@@ -20,6 +20,7 @@ import typer
 from lehr import signals
 from lehr.cli.arguments import Device, about_a_name, require_arguments
 from lehr.cli.doctor_options import refuse_mixed
+from lehr.cli.saying import wrapped
 from lehr.errors import Interrupted, LehrError, OutOfResources, Problem, RecipeError
 
 app = typer.Typer(
@@ -300,7 +301,7 @@ def report_error(error: LehrError, as_json: bool) -> int:
     if error.exit_status == 2 and len(error.problems) > 1:
         print(f"{len(error.problems)} problems:", file=sys.stderr)
     for problem in error.problems:
-        print(f"  {problem}", file=sys.stderr)
+        print(wrapped(str(problem)), file=sys.stderr)
     return error.exit_status
 
 
@@ -368,7 +369,10 @@ def _usage(error: Any, as_json: bool) -> int:
     if as_json:
         problem = Problem("command line", error.format_message(), says=True)
         return report_error(RecipeError(problem), as_json)
-    error.show()
+    if error.ctx is not None:
+        print(wrapped(error.ctx.get_usage(), begin=""), file=sys.stderr)
+        print(f"Try '{error.ctx.command_path} --help' for help.\n", file=sys.stderr)
+    print(wrapped(f"Error: {error.format_message()}", begin=""), file=sys.stderr)
     return RecipeError.exit_status
 
 

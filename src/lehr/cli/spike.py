@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from lehr.cli.terminal import WIDTH
+from lehr.cli.saying import WIDTH
 from lehr.cli.verbs import say_json, terminal
 from lehr.diagnosis.spike import MEANING, REMEDY, Bits, Record, Replay, Spike
 from lehr.report.folding import fold

@@ -20,10 +20,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from lehr.cli.saying import WIDTH
 from lehr.pipeline.events import Event
 from lehr.report.wording import gate_sentence
 
-WIDTH = 80
 SHORTEST_BAR = 6  # a shorter one shows nothing
 VERDICT_STYLE = {"passed": "green", "refused": "red", "undetermined": "yellow"}
 VERDICT_SIGN = {"passed": "✓", "refused": "✗", "undetermined": "?"}

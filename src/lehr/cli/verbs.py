@@ -16,8 +16,8 @@ from rich.console import Console
 
 from lehr import signals
 from lehr.cli.arguments import Device
+from lehr.cli.saying import WIDTH
 from lehr.cli.terminal import (
-    WIDTH,
     Terminal,
     duration,
     end_words,
@@ -196,7 +196,7 @@ def _plan_data(paths: Sequence[Path], model: str | None, out: Path | None, as_js
     else:
         print(text)
         again = shlex.quote(str(target))
-        print(f"# written to {target}; next: lehr plan {again}", file=sys.stderr)
+        print(f"# written to {target}\n# next: lehr plan {again}", file=sys.stderr)
     return 0
 
 
