@@ -149,6 +149,7 @@ class FrozenHead(torch.autograd.Function):
                 own[part] = shares[:, head.row_ids] * factor
                 shares[:, head.row_ids] = 0.0
             others_rd[part] = (shares.to(matrix.dtype) @ matrix) * factor.to(wide(others_rd).dtype)
+            del logits, one, shares, slopes  # else they live beside the next chunk's
         ctx.save_for_backward(
             hidden_rd, rows, targets, others_rd, own, slope, stats.log_probability
         )
@@ -202,6 +203,7 @@ class FusedHead(torch.autograd.Function):
             part = slice(start, start + chunk)
             logits = cap(head, uncapped(head, hidden_rd[part], matrix, targets[part]))
             stats.fill(part, chunk_stats(logits, targets[part], entropy, argmax))
+            del logits  # else it lives beside the next chunk's
         ctx.save_for_backward(hidden_rd, weight, bias, rows, targets, stats.log_z)
         ctx.head, ctx.chunk = head, chunk
         return stats.outputs(ctx)
@@ -251,6 +253,7 @@ class FusedHead(torch.autograd.Function):
                 grad_hidden[part] = into.to(grad_hidden.dtype)
             if grad_weight is not None:
                 grad_weight += product.T @ hidden.to(dtype)
+            del capped, grad, product, by_rows  # else they live beside the next chunk's
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
