@@ -146,6 +146,38 @@ def test_llama_8b_with_an_adapter(tmp_path):
     assert least < entry["seconds"] < 1.5 * least + 0.1
 
 
+def nf4_codes(numbers: int) -> int:
+    """Half a byte a weight, a byte every 64 of them and four every 64 x 256."""
+    return numbers // 2 + numbers // 64 + 4 * (numbers // (64 * 256))
+
+
+def test_llama_8b_over_a_base_in_four_bits(tmp_path):
+    found = forecast(tmp_path, LLAMA_8B, "qlora", stages=ONE)
+    assert found.plan["model"]["parameters"] == LLAMA_PARAMETERS
+    memory = found.plan["stages"][0]["memory"]
+    # Embedding, head and norms stay in bf16.
+    codes, rest = nf4_codes(32 * LLAMA_LAYER), LLAMA_PARAMETERS - 32 * LLAMA_LAYER
+    assert memory["weights"] == codes + 2 * rest
+    assert memory["dequantised"] == 4096 * 14336 * 2  # the largest layer, while it multiplies
+    assert memory["adapters"] == 4 * LLAMA_ADAPTER
+    # A dense copy for decoding fits into 24 GiB; what an update needs is free by then.
+    assert found.plan["model"]["decodes_in_place"] is False
+    let_go = sum(memory[one] for one in ("gradients", "activations", "head", "watching"))
+    assert memory["decoding"] == 2 * 32 * LLAMA_LAYER - let_go
+    assert memory["peak"] == sum(v for k, v in memory.items() if k != "peak")
+
+
+def test_qwen3_4b_over_a_base_in_four_bits_where_little_memory_is(tmp_path):
+    found = forecast(tmp_path, QWEN3_4B, "qlora", stages=ONE, memory_limit=6)
+    memory = found.plan["stages"][0]["memory"]
+    codes, rest = nf4_codes(36 * QWEN3_LAYER), QWEN3_PARAMETERS - 36 * QWEN3_LAYER
+    assert memory["weights"] == codes + 2 * rest
+    assert memory["adapters"] == 4 * QWEN3_ADAPTER
+    assert found.plan["model"]["decodes_in_place"] is True and memory["decoding"] == 0
+    assert memory["peak"] < 6 * 2**30
+    assert not any("does not fit" in line for line in found.plan["findings"])
+
+
 def test_with_a_tokenizer_the_tokens_are_counted(tmp_path):
     save_base(tmp_path / "base")
     (tmp_path / "base/model.safetensors").unlink()

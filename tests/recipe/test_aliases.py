@@ -143,7 +143,7 @@ REFUSED = {
     "train_on_inputs: true": "lehr trains on what the model must emit",
     "train_on_prompt: true": "use a pretrain stage",
     "assistant_only_loss: false": "lehr always masks what the model does not emit",
-    "load_in_4bit: true": "a 4-bit base (qlora) is not in this version",
+    "load_in_8bit: true": "an 8-bit base is not in this version",
     "use_dora: true": "DoRA is not in this version",
     "lr_scheduler_type: polynomial": "other words are not in this version (found 'polynomial')",
     "optim: adafactor": "not in this version (found 'adafactor')",

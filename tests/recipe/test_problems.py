@@ -47,7 +47,7 @@ CASES = {
     "teacher: m": "stages.0.sft.teacher: no teacher: it is not in this version",
     "guard: true": "rewind, skip, stop or off, or a mapping with policy (found True)",
     "keep: {kl: 0.1}": "keep.kl: no kl: it is not in this version; replay is there",
-    "adapter: {kind: qlora}": "one of lora, none; qlora is not in this version",
+    "adapter: {kind: dora}": "one of lora, qlora, none",
     "optimizer: lion": "lion is not in this version",
     # recomputation
     "recompute: {budget: 1}": "{budget: share} with a share above 0 and below 1",

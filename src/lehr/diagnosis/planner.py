@@ -89,6 +89,8 @@ def forecast(
     moments: int = 2,
     activation_bytes: int | None = None,
     watching: Watching = NOTHING,
+    weight_bytes: int | None = None,
+    dequantised_bytes: int = 0,
     decoding_bytes: int | None = None,
     kv_cache_bytes: int = 0,
 ) -> dict[str, int]:
@@ -100,6 +102,8 @@ def forecast(
     pack_tokens        tokens of one pack; micro_batch packs are computed at once
     moments            tensors that the optimizer (and a moving average) keeps beside each weight
     activation_bytes   of a micro-batch, where they have been measured; else nothing is recomputed
+    weight_bytes       of a frozen base that is not held in compute precision (NF4); a layer of
+                       `dequantised_bytes` exists beside it while it multiplies
     decoding_bytes     of the weights that decoding lays out for itself (default: all of them)
     kv_cache_bytes     of the sequences that an evaluation decodes together
     head_chunk         predicted positions whose logits exist at once (default: the head's own)
@@ -128,6 +132,7 @@ def forecast(
     wide = 2 if pure else 4  # bytes of a trained number
     components = {
         "weights": parameters * ((wide if b == wide else wide + b) if all_weights else b),
+        **({} if weight_bytes is None else {"dequantised": dequantised_bytes}),
         "adapters": 0 if all_weights else trained_parameters * wide,
         "reference": 0 if all_weights else trained_parameters * wide,
         "gradients": trained_parameters * wide,
@@ -139,6 +144,8 @@ def forecast(
     }
     forward = components["activations"] + components["head"]
     components["watching"] = watching.bytes_over(trained_parameters * wide, forward)
+    if weight_bytes is not None:
+        components["weights"] = weight_bytes
     # Evaluations decode between updates, from a copy of the weights at most, while what only
     # an update needs is free.
     let_go = components["gradients"] + forward + components["watching"]

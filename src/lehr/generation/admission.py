@@ -32,6 +32,8 @@ def why_not_lean(network: Any) -> str:
     Three prompts of different lengths and four steps through both passes; the largest
     difference of a logit, relative to the largest logit, must be within 1e-4 (bf16: 6e-2).
     """
+    if getattr(network, "decodes_in_place", False):
+        return "the memory limit has no room for its layers in four bits, dequantised"
     verdicts = _VERDICTS.setdefault(network, {})
     key = _kinds(network)
     if key in verdicts:
@@ -40,6 +42,11 @@ def why_not_lean(network: Any) -> str:
     if reason != _NOT_FINITE:
         verdicts[key] = reason
     return reason
+
+
+def decode_in_place(network: Any, always: bool) -> None:
+    """Whether decoding may lay out no weights of `network`: dense ones beside codes are large."""
+    network.decodes_in_place = always
 
 
 def _kinds(network: Any) -> str:

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lehr.models.adapter_layers import LoraLinear, RowEmbedding, RowLinear
+from lehr.models.adapter_layers import LoraLinear, LoraNf4, RowEmbedding, RowLinear
+from lehr.models.nf4 import Nf4Linear
 
 # A window is longer than any probe, so that its meaning must be known.
 _WINDOWED = frozenset(["mistral", "qwen2", "qwen3"])
 _ANGLES_BY_LENGTH = frozenset(["dynamic", "longrope"])
-_LINEAR = (nn.Linear, LoraLinear, RowLinear)
+_LINEAR = (nn.Linear, LoraLinear, RowLinear, Nf4Linear, LoraNf4)
 
 
 class AnotherShape(ValueError):

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from lehr.models.nf4 import FrozenProduct, Nf4Linear, Nf4Weight
+
 
 @dataclass(frozen=True)
 class AdapterSpec:
@@ -40,20 +42,26 @@ class _LoraProduct(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         bias: Tensor | None,
         lora_a: Tensor,
         lora_b: Tensor,
         scale: float,
         by_columns: bool,
+        quantised: Nf4Weight | None = None,
     ) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
+        if quantised is not None:  # dequantised for this product alone
+            weight = quantised.dense(x.dtype)
+        assert weight is not None
         matrix = weight if by_columns else weight.T  # [in, out]
         out = flat @ matrix if bias is None else torch.addmm(bias, flat, matrix)
         a, b = lora_a.to(x.dtype), lora_b.to(x.dtype)
         low = flat @ a.T
         out.addmm_(low, b.T, alpha=scale)
-        ctx.save_for_backward(flat, weight, bias, lora_a, lora_b, low)
+        ctx.quantised = quantised
+        kept = weight if quantised is None else None
+        ctx.save_for_backward(flat, kept, bias, lora_a, lora_b, low)
         ctx.scale, ctx.by_columns, ctx.shape = scale, by_columns, x.shape
         return out.view(*x.shape[:-1], out.shape[-1])
 
@@ -66,6 +74,8 @@ class _LoraProduct(torch.autograd.Function):
         by_low = (grad @ b).mul_(ctx.scale)
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
+            if ctx.quantised is not None:
+                weight = ctx.quantised.dense(grad.dtype)
             grad_x = grad @ (weight.T if ctx.by_columns else weight)
             grad_x.addmm_(by_low, a)
             grad_x = grad_x.view(ctx.shape)
@@ -76,7 +86,7 @@ class _LoraProduct(torch.autograd.Function):
         grad_a = (by_low.T @ flat).to(lora_a.dtype)
         # The narrow operand is the one to transpose: a fifth faster on a CPU at 1,536 outputs.
         grad_b = (low.T @ grad).mul_(ctx.scale).T.to(lora_b.dtype)
-        return grad_x, grad_weight, grad_bias, grad_a, grad_b, None, None
+        return grad_x, grad_weight, grad_bias, grad_a, grad_b, None, None, None
 
 
 class LoraMixin:
@@ -96,8 +106,17 @@ class LoraMixin:
         """Take over the tensors of `base` and begin at B = 0."""
         self.weight = base.weight
         self.bias = getattr(base, "bias", None)
-        inputs, outputs = layer_shape(base)
-        device = base.weight.device
+        self.begin(spec, generator, *layer_shape(base), base.weight.device)
+
+    def begin(
+        self,
+        spec: AdapterSpec,
+        generator: torch.Generator,
+        inputs: int,
+        outputs: int,
+        device: torch.device,
+    ) -> None:
+        """A in its random start, B = 0."""
         # The distribution of peft's default: kaiming uniform with a = sqrt(5).
         bound = 1 / math.sqrt(inputs)
         start = torch.empty(spec.rank, inputs).uniform_(-bound, bound, generator=generator)
@@ -117,6 +136,10 @@ class LoraMixin:
             dropped = F.dropout(x, self.dropout)
             low = F.linear(dropped, self.lora_a.to(x.dtype))
             return base + F.linear(low, self.lora_b.to(x.dtype)) * self.scale
+        return self.whole_product(x)
+
+    def whole_product(self, x: Tensor) -> Tensor:
+        """Base and adapter at once."""
         out: Tensor = _LoraProduct.apply(
             x, self.weight, self.bias, self.lora_a, self.lora_b, self.scale, self.by_columns
         )
@@ -135,6 +158,27 @@ class LoraLinear(LoraMixin, nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.attach(base, spec, generator)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.adapted(input)
+
+
+class LoraNf4(LoraMixin, Nf4Linear):
+    """A linear layer in four bits with an adapter."""
+
+    def __init__(self, base: Nf4Linear, spec: AdapterSpec, generator: torch.Generator) -> None:
+        Nf4Linear.__init__(self, base.quantised, base.bias, base.dtype)
+        self.begin(spec, generator, self.in_features, self.out_features, base.quantised.device)
+
+    def base_product(self, x: Tensor) -> Tensor:
+        out: Tensor = FrozenProduct.apply(x, self.quantised, self.bias)
+        return out
+
+    def whole_product(self, x: Tensor) -> Tensor:
+        out: Tensor = _LoraProduct.apply(
+            x, None, self.bias, self.lora_a, self.lora_b, self.scale, False, self.quantised
+        )
+        return out
 
     def forward(self, input: Tensor) -> Tensor:
         return self.adapted(input)

@@ -16,12 +16,15 @@ from lehr.models.adapter_layers import (
     LoraConv1D,
     LoraLinear,
     LoraMixin,
+    LoraNf4,
     RowEmbedding,
     RowLinear,
 )
+from lehr.models.nf4 import Nf4Linear
 from lehr.streams import generator_for
 
 PEFT_PREFIX = "base_model.model."
+_LINEAR = (nn.Linear, Conv1D, LoraLinear, LoraConv1D, Nf4Linear, LoraNf4)
 
 
 def linear_layers(network: Any) -> dict[str, nn.Module]:
@@ -30,7 +33,7 @@ def linear_layers(network: Any) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in network.named_modules()
-        if type(module) in (nn.Linear, Conv1D, LoraLinear, LoraConv1D) and module is not output
+        if type(module) in _LINEAR and module is not output
     }
 
 
@@ -68,7 +71,9 @@ def attach_adapter(network: Any, spec: AdapterSpec, seed: int) -> None:
     for name in spec.targets:
         base = network.get_submodule(name)
         generator = generator_for(seed, "adapter", name)
-        around = LoraConv1D if isinstance(base, Conv1D) else LoraLinear
+        around: Any = LoraConv1D if isinstance(base, Conv1D) else LoraLinear
+        if isinstance(base, Nf4Linear):
+            around = LoraNf4
         adapted = around(base, spec, generator)
         adapted.train(base.training)
         _replace(network, name, adapted)
@@ -107,6 +112,11 @@ def detach_adapter(network: Any) -> None:
             plain = Conv1D.__new__(Conv1D)
             nn.Module.__init__(plain)
             plain.nf, plain.nx = module.nf, module.nx
+        elif isinstance(module, LoraNf4):
+            plain = Nf4Linear(module.quantised, module.bias, module.dtype)
+            plain.train(module.training)
+            _replace(network, name, plain)
+            continue
         elif isinstance(module, LoraLinear | RowLinear):
             plain = nn.Linear.__new__(nn.Linear)
             nn.Module.__init__(plain)
@@ -155,12 +165,23 @@ def set_active(network: Any, active: bool) -> None:
 def merged_weights(
     network: Any, weights: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """`weights` with the adapter added in fp32, then cast to `dtype`; the live weights stay."""
+    """`weights` with the adapter added in fp32, then cast to `dtype`; the live weights stay.
+
+    Layers in four bits stand among them dequantised, one at a time in fp32.
+    """
     merged = {
         name: tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
         for name, tensor in weights.items()
     }
+    for name, module in network.named_modules():
+        if isinstance(module, Nf4Linear):
+            full = module.quantised.dense(torch.float32)
+            if isinstance(module, LoraMixin):
+                full += module.delta()
+            merged[f"{name}.weight"] = full.to(dtype)
     for name, module in adapter_modules(network):
+        if isinstance(module, Nf4Linear):
+            continue
         key = f"{name}.weight"
         if key not in merged:
             continue  # a tied output layer: its rows are the embedding's

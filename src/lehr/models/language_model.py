@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -19,6 +20,7 @@ from lehr.models.attention import attention, use_segments
 from lehr.models.attention_watch import AttentionWatch
 from lehr.models.gates import use_gated_silu
 from lehr.models.head import Head, TokenStats, divergence, head_of, token_stats
+from lehr.models.nf4 import BLOCK, MARK, quantised_layers
 from lehr.models.norms import use_fused_norms
 from lehr.models.peft_format import read_adapter, write_adapter
 from lehr.models.precision import autocast_dtype, compute_dtype, trained_dtype
@@ -215,6 +217,8 @@ class LanguageModel(nn.Module):
         """All weights train, in fp32 but for pure_bf16; products run in the model's precision."""
         if self.adapter is not None:
             raise ValueError("fold_adapter() before all weights train")
+        if quantised_layers(self.network):
+            raise ValueError("weights in four bits cannot train; load them without four_bits")
         self.network.to(trained_dtype(self.precision))
         self.network.requires_grad_(True)
         self.trains_all = True
@@ -271,6 +275,8 @@ class LanguageModel(nn.Module):
         """Add the adapter to the base in fp32 (cast back to its stored dtype) and drop it."""
         if self.adapter is None:
             return
+        if quantised_layers(self.network):
+            raise ValueError("a base in four bits cannot hold the sum; save_merged dequantises")
         live = saving.base_weights(self.network)
         with torch.no_grad():
             for name, module in list(adapters.adapter_modules(self.network)):
@@ -303,6 +309,9 @@ class LanguageModel(nn.Module):
         with saving.whole_folder(Path(folder)) as aside:
             write_adapter(self.network, self.adapter, self.state(), base, aside)
             saving.write_tokenizer(self.tokenizer, aside)
+            if quantised_layers(self.network):
+                described = {"base": base, "four_bits": "nf4", "block": BLOCK, "double": True}
+                (aside / MARK).write_text(json.dumps(described) + "\n", encoding="utf-8")
             generation = getattr(self.network, "generation_config", None)
             if generation is not None:
                 saving.normalise_generation_config(generation)
@@ -335,11 +344,16 @@ class LanguageModel(nn.Module):
             ) from error
 
     def save_full(self, folder: Path) -> None:
-        """All weights as they are stored, in transformers' format, with the tokenizer."""
+        """All weights as they are stored, in transformers' format, with the tokenizer.
+
+        Layers in four bits are dequantised into the type of the others.
+        """
         if self.adapter is not None:
             raise ValueError("save_full has no place for an adapter; use save_merged")
         weights = saving.base_weights(self.network)
         dtype = next(t.dtype for t in weights.values() if t.is_floating_point())
+        if quantised_layers(self.network):
+            weights = self._merged(weights, dtype)
         saving.write_model(self.network, self.tokenizer, weights, Path(folder), dtype)
 
     def save_merged(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:

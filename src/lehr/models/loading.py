@@ -11,9 +11,11 @@ from safetensors import SafetensorError
 
 from lehr.errors import Problem, RecipeError
 from lehr.models import fetch as fetching
+from lehr.models.bitsandbytes import require_bitsandbytes
 from lehr.models.finite import refuse_nonfinite
 from lehr.models.gguf_files import convert_gguf, quiet_transformers
 from lehr.models.language_model import LanguageModel
+from lehr.models.nf4 import BLOCK, MARK, quantise, quantised_layers, round_trip
 from lehr.models.precision import loaded_dtype
 from lehr.models.saving import stored_dtype, validate_generation_config
 from lehr.models.sources import ModelSource, base_of_adapter, model_fingerprint, resolve_spec
@@ -43,6 +45,7 @@ def load_model(
     trust_remote_code: bool = False,
     seed: int = 0,
     all_weights: bool = False,
+    four_bits: bool = False,
     progress: fetching.Progress | None = None,
 ) -> LanguageModel:
     """The model that a recipe names, ready to attend over segments.
@@ -52,10 +55,13 @@ def load_model(
     folder       where relative paths start
     precision    see lehr.models.precision: bf16 keeps frozen weights in bf16, and so on
     all_weights  weights that all train are loaded as they train: in fp32 but for pure_bf16
+    four_bits    linear layers are put into NF4 (models/nf4), made of the files' own numbers
     progress     called with a line per slow step
 
     Raises RecipeError, never another error, for what a user can cause.
     """
+    if four_bits:
+        require_bitsandbytes()
     source = resolve_spec(spec, folder)
     dtype = loaded_dtype(precision, all_weights)
     notices: list[str] = []
@@ -73,19 +79,23 @@ def load_model(
             adapter = Path(origin)
             origin = str(_local(base_of_adapter(adapter, folder), progress))
         # Folding rounds once, at its end: whatever computes later, it adds in fp32.
-        first = dtype if adapter is None else torch.float32
+        first: torch.dtype | None = dtype if adapter is None else torch.float32
+        if four_bits and adapter is None:
+            first = None  # codes are made of the files' own numbers, in every precision
         network, tokenizer, stored = _read(origin, first, trust_remote_code, adapter)
         notices += unread_notices(Path(origin))
     if adapter is not None:
         notices += unread_notices(adapter)
         network = _folded(network, tokenizer, adapter, notices)
-        for weight in network.parameters():
-            weight.data = weight.data.to(dtype)
+        if not four_bits:
+            _cast(network, dtype)
     if origin is not None:
         refuse_nonfinite(spec, network)
     new_rows = set_template(network, tokenizer, template, folder)
     _pad_apart(network, tokenizer)
     notices += validate_generation_config(network)
+    if four_bits:
+        notices += _into_four_bits(network, dtype, source)
     return LanguageModel(
         network,
         tokenizer,
@@ -98,6 +108,30 @@ def load_model(
         notices=notices,
         stored_dtype=stored,
     )
+
+
+def _into_four_bits(network: Any, dtype: torch.dtype, source: ModelSource) -> list[str]:
+    """Quantise, and let the other weights compute in `dtype`; what to tell the user."""
+    layers = quantise(network, dtype)
+    _cast(network, dtype)
+    found = [f"{layers} linear layers are held in four bits (NF4)"]
+    if source.kind == "gguf":
+        found.append(f"{source.spec}: what its own format rounded is rounded again by NF4")
+    if source.kind == "adapter":
+        found.append("base and adapter are one sum now: NF4 rounds the adapter as well")
+    cut = sum(one.shape[1] % BLOCK != 0 for one in quantised_layers(network).values())
+    if cut:
+        found.append(
+            f"{cut} of them have rows that are not whole blocks of {BLOCK} weights: right here, "
+            "misread by bitsandbytes 0.50 itself on processors with AVX-512"
+        )
+    return found
+
+
+def _cast(network: Any, dtype: torch.dtype) -> None:
+    """Weights alone: the angles of rotary positions stay in fp32."""
+    for weight in network.parameters():
+        weight.data = weight.data.to(dtype)
 
 
 def _local(source: ModelSource, progress: fetching.Progress | None) -> Path | str:
@@ -115,9 +149,12 @@ def _local(source: ModelSource, progress: fetching.Progress | None) -> Path | st
 
 
 def _read(
-    origin: str, dtype: torch.dtype, trust_remote_code: bool, adapter: Path | None
+    origin: str, dtype: torch.dtype | None, trust_remote_code: bool, adapter: Path | None
 ) -> tuple[Any, Any, torch.dtype]:
-    """(network in `dtype`, tokenizer, the dtype that the files hold)."""
+    """(network in `dtype`, tokenizer, the dtype that the files hold).
+
+    dtype  None: that of the files, whose numbers are wanted as they are; none may be quantised
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     tokens_from = origin
@@ -134,6 +171,9 @@ def _read(
             )
             # Read before the weights: loading writes its own dtype into the config.
             stored = getattr(settings, "dtype", None)
+            if dtype is None:
+                _refuse_quantised(origin, settings)
+                dtype = _files_type(origin, stored)
             network, report = AutoModelForCausalLM.from_pretrained(
                 origin,
                 dtype=dtype,
@@ -145,6 +185,8 @@ def _read(
             tokenizer = AutoTokenizer.from_pretrained(
                 tokens_from, trust_remote_code=trust_remote_code, local_files_only=here
             )
+    except RecipeError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
         raise RecipeError(_load_problem(origin, error)) from error
     except SafetensorError as error:
@@ -169,6 +211,21 @@ def _read(
     if Path(origin).is_dir():  # the files themselves: a config may say something else
         stored = stored_dtype(Path(origin))
     return network, tokenizer, stored if isinstance(stored, torch.dtype) else torch.float32
+
+
+def _refuse_quantised(origin: str, settings: Any) -> None:
+    """A base that is in few bits already would be rounded twice."""
+    how = getattr(settings, "quantization_config", None)
+    if how is not None:
+        word = how.get("quant_method") if isinstance(how, dict) else type(how).__name__
+        expected = "a model that is not quantised yet, for qlora; this one's files hold codes"
+        raise RecipeError(Problem(origin, expected, word or "quantization_config"))
+
+
+def _files_type(origin: str, named: Any) -> torch.dtype:
+    """What to read files in without changing a number: their own type, or fp32."""
+    own = stored_dtype(Path(origin)) if Path(origin).is_dir() else named
+    return own if own in (torch.bfloat16, torch.float16) else torch.float32
 
 
 def _cached_snapshot(hub_id: str) -> str:
@@ -203,6 +260,9 @@ def _load_problem(origin: str, error: Exception) -> Problem:
 def _folded(network: Any, tokenizer: Any, adapter: Path, notices: list[str]) -> Any:
     if len(tokenizer) > network.get_input_embeddings().weight.shape[0]:
         network.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    if (adapter / MARK).is_file():
+        round_trip(network)
+        notices.append(f"the base of {adapter} was put into four bits (NF4), as it was trained")
     holder = LanguageModel(network, tokenizer, str(adapter))
     holder.load_adapter(adapter)
     holder.fold_adapter()

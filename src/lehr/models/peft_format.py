@@ -21,6 +21,7 @@ from lehr.models.adapters import (
     linear_layers,
     trained_tensors,
 )
+from lehr.models.bitsandbytes import before_peft
 from lehr.recipe.adapters import ADAPTER_CONFIG as ADAPTER_CONFIG
 from lehr.recipe.adapters import ADAPTER_WEIGHTS as ADAPTER_WEIGHTS
 
@@ -38,6 +39,7 @@ def write_adapter(
 
 def peft_config(network: Any, spec: AdapterSpec, base_name: str) -> dict[str, Any]:
     """adapter_config.json of the adapter."""
+    before_peft()
     from peft import LoraConfig
 
     layers = linear_layers(network)

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from lehr.models.adapter_layers import LoraConv1D, LoraLinear, LoraMixin
+from lehr.models.adapter_layers import LoraConv1D, LoraLinear, LoraMixin, LoraNf4
 from lehr.models.meta import cast_type
+from lehr.models.nf4 import Nf4Linear
 from lehr.models.replay import Block, unit
 
 ATTENTION = "attention"  # the unit that lehr's attention over segments names
@@ -28,7 +29,10 @@ Kind = Literal["none", "full", "selective"]
 Keeps = Sequence[Collection[str] | None]
 
 # Products that draw no random numbers and save nothing large but their input.
-_PRODUCTS: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D, LoraLinear, LoraConv1D)
+_PRODUCTS: tuple[type[nn.Module], ...] = (
+    *(nn.Linear, Conv1D, Nf4Linear),
+    *(LoraLinear, LoraConv1D, LoraNf4),
+)
 
 
 class Recomputation:
@@ -143,7 +147,7 @@ def _forward(name: str, module: Any, forward: Callable[..., Tensor], x: Tensor) 
 def _base_product(
     name: str, module: LoraMixin, product: Callable[[Tensor], Tensor], x: Tensor
 ) -> Tensor:
-    operations = 2.0 * _rows(x) * float(module.weight.numel())
+    operations = 2.0 * _rows(x) * float(_numbers(module))
     return unit(name, product, x, operations=lambda: operations)
 
 
@@ -159,10 +163,16 @@ def _cast(x: Tensor) -> Tensor:
 
 
 def _operations(module: Any, x: Tensor) -> float:
-    weights = module.weight.numel()
+    weights = _numbers(module)
     if isinstance(module, LoraMixin) and module.adapter_active:
         weights += module.lora_a.numel() + module.lora_b.numel()
     return 2.0 * _rows(x) * float(weights)
+
+
+def _numbers(module: Any) -> int:
+    """Weights of a layer, without dequantising them."""
+    quantised = getattr(module, "quantised", None)
+    return int((module.weight if quantised is None else quantised).numel())
 
 
 def _rows(x: Tensor) -> int:

@@ -109,7 +109,7 @@ def write_weights(weights: Mapping[str, Tensor], folder: Path, name: str = "mode
 def base_weights(network: Any) -> dict[str, Tensor]:
     """All weights under their transformers names, each tied weight once, without adapters.
 
-    The tensors are the live ones: copy before changing any.
+    The tensors are the live ones: copy before changing any. Layers in four bits have none.
     """
     # A tied weight has several names; transformers makes all but one of them again at load.
     tied: Mapping[str, str] = getattr(network, "all_tied_weights_keys", None) or {}

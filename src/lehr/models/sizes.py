@@ -12,6 +12,7 @@ import torch
 
 from lehr.errors import Problem, RecipeError
 from lehr.models.language_model import LanguageModel
+from lehr.models.nf4 import quantise
 from lehr.models.peft_format import ADAPTER_CONFIG
 from lehr.models.precision import loaded_dtype
 
@@ -26,7 +27,9 @@ def has_sizes_alone(folder: Path) -> bool:
     )
 
 
-def model_of_sizes(folder: Path, precision: str, trust_remote_code: bool = False) -> LanguageModel:
+def model_of_sizes(
+    folder: Path, precision: str, trust_remote_code: bool = False, four_bits: bool = False
+) -> LanguageModel:
     """The model that config.json in `folder` describes, on the meta device.
 
     Its tokenizer is None where the folder has none. Raises RecipeError.
@@ -48,4 +51,6 @@ def model_of_sizes(folder: Path, precision: str, trust_remote_code: bool = False
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         expected = f"a config.json of a model that transformers can make ({reason})"
         raise RecipeError(Problem(str(folder), expected)) from error
+    if four_bits:
+        quantise(network)
     return LanguageModel(network, tokenizer, str(folder), precision=precision)

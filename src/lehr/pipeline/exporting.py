@@ -174,7 +174,7 @@ def _write(
 def parity_of(folder: Path, kind: str, trained: Trained, bench: Workbench) -> Parity:
     """How far the export in `folder`, as plain tools load it, is from what was trained."""
     cast = kind == "merged" and stored_dtype(folder) != torch.float32
-    network, tokenizer = read_plain(folder, kind)
+    network, tokenizer = read_plain(folder, kind, bench.four_bits)
     return compare(trained, network, tokenizer, sorted(bench.encoder.stop_ids), cast)
 
 

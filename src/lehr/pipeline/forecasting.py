@@ -26,6 +26,7 @@ from lehr.models.sizes import has_sizes_alone, model_of_sizes
 from lehr.models.tokenizer import stop_ids_of
 from lehr.pipeline.events import Events
 from lehr.pipeline.fitting import target_problems
+from lehr.pipeline.keys import in_four_bits
 from lehr.pipeline.planning import Encode, machine_and_precision, plan_entries, plan_stages, settle
 from lehr.pipeline.sources import EncodedSource, ReadSource, encode_source, read_all
 
@@ -42,6 +43,7 @@ class _Bench:
     precision: str
     is_tiny: bool = False
     packs_exactly: bool = True
+    decodes_in_place: bool = False
 
 
 def is_forecast(recipe: Any) -> bool:
@@ -61,7 +63,7 @@ def forecast_plan(recipe: Any, events: Events, gflops: float | None = None) -> d
     sources = read_all(recipe)
     machine, precision = machine_and_precision(recipe, _elsewhere(gflops))
     value = precision["value"]
-    model = model_of_sizes(folder, value, recipe.trust_remote_code)
+    model = model_of_sizes(folder, value, recipe.trust_remote_code, in_four_bits(recipe))
     findings = [f"{recipe.model} has no weights here: sizes are forecast, nothing can be trained"]
     bench = _Bench(model, None, value)
     if model.tokenizer is None:

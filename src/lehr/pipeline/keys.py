@@ -7,6 +7,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
 
+from lehr.models.bitsandbytes import is_there
 from lehr.recipe.hashing import template_part
 from lehr.recipe.loading import stage_part
 from lehr.streams import content_hash
@@ -17,7 +18,8 @@ STAGE_VERSION = 1
 
 def versions() -> dict[str, str]:
     """Versions of everything that can change a number."""
-    names = ("lehr", "torch", "transformers", "tokenizers", "peft")
+    names = ["lehr", "torch", "transformers", "tokenizers", "peft"]
+    names += ["bitsandbytes"] if is_there() else []
     return {"python": platform.python_version(), **{name: _version(name) for name in names}}
 
 
@@ -32,9 +34,16 @@ def engines() -> list[str]:
     return [found["torch"], found["transformers"]]
 
 
+def in_four_bits(recipe: Any) -> bool:
+    """Whether the run's base is held in NF4: for all stages, or for none."""
+    return any((stage.adapter or recipe.adapter).kind == "qlora" for stage in recipe.stages)
+
+
 def base_key(recipe: Any, model_fingerprint: str, encoder_fingerprint: str, precision: str) -> str:
     """Key of the model as it was loaded: what its scores and answers depend on."""
     parts = ["base", STAGE_VERSION, model_fingerprint, encoder_fingerprint, recipe.seed]
+    if in_four_bits(recipe):
+        parts += ["nf4", _version("bitsandbytes")]
     return content_hash([*parts, precision, engines()])[:20]
 
 

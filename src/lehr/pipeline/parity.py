@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 
 from lehr.data.shapes import Encoded, Message
+from lehr.models.bitsandbytes import before_peft
 from lehr.models.gguf_files import quiet_transformers
+from lehr.models.nf4 import BLOCK, Nf4Weight
 
 SAME_LOG_PROBABILITY = 1e-4
 CAST_KL_NATS = 1e-3
@@ -146,17 +149,59 @@ def _greedy(network: Any, ids: Sequence[int], stops: Sequence[int]) -> list[int]
     return [int(token) for token in written[0, len(ids) :]]
 
 
-def read_plain(path: Path, kind: str) -> tuple[Any, Any]:
-    """An export as anybody would load it, in fp32."""
+def read_plain(path: Path, kind: str, four_bits: bool = False) -> tuple[Any, Any]:
+    """An export as anybody would load it, in fp32.
+
+    four_bits  an adapter over NF4: bitsandbytes puts its base into four bits, in fp32 arithmetic
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     loader: Any = AutoModelForCausalLM
+    settings: dict[str, Any] = {"dtype": torch.float32}
     if kind == "adapter":
+        before_peft()
         from peft import AutoPeftModelForCausalLM
 
         loader = AutoPeftModelForCausalLM
+        if four_bits:
+            settings |= four_bit_settings()
     with quiet_transformers():
         tokenizer = AutoTokenizer.from_pretrained(str(path))
-        network = loader.from_pretrained(str(path), dtype=torch.float32)
+        network = loader.from_pretrained(str(path), **settings)
     network.eval()
+    if kind == "adapter" and four_bits:
+        _in_plain_products(network)
     return network, tokenizer
+
+
+def four_bit_settings() -> dict[str, Any]:
+    """What transformers has to be told for the base of an adapter that lehr trained over NF4."""
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    return {"quantization_config": config, "device_map": {"": "cpu"}}
+
+
+def _in_plain_products(network: Any) -> None:
+    """Keep bitsandbytes' layers from two things that their CPU code does to numbers.
+
+    On processors that multiply bf16 it computes in bf16 with scales in bf16, whatever type is
+    asked; and rows that are not whole blocks it misreads (models/nf4).
+    """
+    from bitsandbytes.nn import Linear4bit
+
+    for layer in network.modules():
+        if isinstance(layer, Linear4bit):
+            layer.support_avx512bf16_for_cpu = False
+            if layer.in_features % BLOCK:
+                layer.forward = partial(_as_rows_of_blocks, layer)
+
+
+def _as_rows_of_blocks(layer: Any, x: Tensor) -> Tensor:
+    own = Nf4Weight.from_state(layer.weight.data, layer.weight.quant_state)
+    return torch.nn.functional.linear(x, own.dense(x.dtype), layer.bias)

@@ -16,7 +16,6 @@ import torch
 
 from lehr.diagnosis.machine import BUSY, choose_precision, describe_machine
 from lehr.diagnosis.planner import (
-    decoding_bytes,
     forecast,
     kv_cache_bytes,
     operations_per_update,
@@ -25,14 +24,15 @@ from lehr.diagnosis.planner import (
 from lehr.diagnosis.schedules import schedule_findings
 from lehr.diagnosis.watching_memory import Watching, watching_of
 from lehr.errors import OutOfResources, Problem, RecipeError
-from lehr.generation.products import packing_possible
+from lehr.generation.admission import decode_in_place
 from lehr.models.loading import model_fingerprint, require_template, resolve_spec
-from lehr.models.precision import compute_dtype
+from lehr.models.nf4 import parameter_count
 from lehr.pipeline.admission import admit
 from lehr.pipeline.events import Events
 from lehr.pipeline.files import read_json, write_json
 from lehr.pipeline.fitting import batch_finding, position_problems, target_problems
 from lehr.pipeline.float8_export import chosen_layers
+from lehr.pipeline.four_bits import forecast_keys, model_keys, settle_decoding
 from lehr.pipeline.guarding import quarantine_of
 from lehr.pipeline.keys import base_key
 from lehr.pipeline.precision import require_precision
@@ -249,7 +249,17 @@ def settle(
     beyond: list[str] = []
     before = {one.get("settled_for"): one for one in stored.get("stages", [])}
     limit = _allowed(recipe, MEMORY_SHARE)
-    parameters = sum(p.numel() for p in bench.model.network.parameters())
+    same = stored.get("recipe_hash") == recipe_hash(recipe)
+    parameters = parameter_count(bench.model.network)
+    bench.decodes_in_place = settle_decoding(
+        bench.model,
+        precision,
+        max(_adapter_parameters(recipe, one.stage, bench) for one in stages),
+        max(_kv_cache(bench.model, one.pack_length, precision) for one in stages),
+        limit,
+        (stored.get("model") or {}).get("decodes_in_place") if same else None,
+    )
+    decode_in_place(bench.model.network, bench.decodes_in_place)
     for planned in stages:
         stage = planned.stage
         trained = parameters if planned.trains_all else _adapter_parameters(recipe, stage, bench)
@@ -264,7 +274,7 @@ def settle(
         packs = planned.first_packs(recipe.seed)
         tokens = sum(one.tokens for one in packs)
         longest = max(int(one.segments.length.max()) for one in packs)
-        memory = partial(_memory, bench.model, sizes, precision, planned.pack_length)
+        memory = partial(_memory, bench, sizes, precision, planned.pack_length)
         parts = [stage_part(recipe, planned.index), precision, recipe.memory_limit]
         planned.settled_for = content_hash(parts)[:20]
         settled = before.get(planned.settled_for)
@@ -373,8 +383,13 @@ def _require_memory(planned: PlannedStage, needed: int, limit: int) -> None:
         raise OutOfResources(Problem(f"memory of {planned.folder_name}", expected))
 
 
+def _kv_cache(model: Any, pack_tokens: int, precision: str) -> int:
+    tokens = min(DECODED_TOKENS, pack_tokens)
+    return kv_cache_bytes(model.config, DECODED, tokens, precision)
+
+
 def _memory(
-    model: Any,
+    bench: Any,
     sizes: tuple[int, int, int, Watching],
     precision: str,
     pack_tokens: int,
@@ -382,9 +397,8 @@ def _memory(
     packs: int,
 ) -> dict[str, int]:
     parameters, trained, moments, watching = sizes
+    model = bench.model
     measured = None if recompute is None else recompute.activation_bytes(packs * pack_tokens)
-    elsewhere = model.device.type == "meta"
-    packed = not elsewhere and packing_possible(compute_dtype(precision))
     return forecast(
         model.config,
         parameters,
@@ -396,10 +410,8 @@ def _memory(
         moments=moments,
         activation_bytes=measured,
         watching=watching,
-        decoding_bytes=decoding_bytes(model.config, precision, packed),
-        kv_cache_bytes=kv_cache_bytes(
-            model.config, DECODED, min(DECODED_TOKENS, pack_tokens), precision
-        ),
+        kv_cache_bytes=_kv_cache(model, pack_tokens, precision),
+        **forecast_keys(model, precision, bench.decodes_in_place),
     )
 
 
@@ -436,12 +448,13 @@ def plan_entries(
         "precision": precision,
         "model": {
             "name": recipe.model,
-            "parameters": sum(p.numel() for p in model.network.parameters()),
+            "parameters": parameter_count(model.network),
             "layers": int(getattr(model.config, "num_hidden_layers", 0)),
             "vocabulary": model.vocabulary_size,
             "assistant": chats and not model.new_rows,
             "template": recipe.template,
             "new_rows": len(model.new_rows),
+            **model_keys(model, precision["value"], bench.decodes_in_place),
         },
         "stages": [_planned_entry(one, precision["value"]) for one in stages],
         "gates": [],

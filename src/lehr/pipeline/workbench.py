@@ -19,11 +19,13 @@ from torch import Tensor
 from lehr.data.encoding import Encoder
 from lehr.data.templates import Template
 from lehr.errors import Problem, RecipeError
+from lehr.generation.admission import decode_in_place
 from lehr.models.language_model import LanguageModel
 from lehr.models.loading import load_model
 from lehr.models.tokenizer import stop_ids_of
 from lehr.pipeline.events import Events
 from lehr.pipeline.folding import folded_base
+from lehr.pipeline.keys import in_four_bits
 from lehr.pipeline.states import State
 
 
@@ -49,7 +51,9 @@ class Workbench:
         self._weights: State | None = None  # whose full weights are loaded
         self._mode = ""  # "all" or "frozen"
         self.packs_exactly = True  # by the admission probe, for every model of this run
+        self.decodes_in_place = False  # settled by the plan, for a base in four bits
         self.is_tiny = recipe.model.startswith("tiny:")
+        self.four_bits = in_four_bits(recipe)
         self.stored_dtype: torch.dtype | None = None  # of the base's files
         self._folded: tuple[Path, torch.dtype, str] | None = None
         self._looked_for_adapter = False
@@ -174,7 +178,9 @@ class Workbench:
             precision="fp32",
             trust_remote_code=self.recipe.trust_remote_code,
             seed=self.recipe.seed,
+            four_bits=self.four_bits,
         )
+        decode_in_place(model.network, self.decodes_in_place)
         if state.kind == "adapter":
             model.load_adapter(state.files)
         return model
@@ -203,9 +209,11 @@ class Workbench:
             trust_remote_code=self.recipe.trust_remote_code,
             seed=self.recipe.seed,
             all_weights=trained,
+            four_bits=self.four_bits,
             progress=lambda line: self.events.emit("notice", line),
         )
         self._model.packs_exactly = self.packs_exactly
+        decode_in_place(self._model.network, self.decodes_in_place)
         self._weights, self._mode = state, "frozen"
         if state.kind != "base":
             self._model.new_rows = state.untrained_rows

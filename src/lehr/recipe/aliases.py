@@ -152,7 +152,7 @@ ADAPTER: Mapping[str, Alias] = {
     "use_peft": Alias("kind", switch("lora", "none")),
     "use_lora": Alias("kind", switch("lora", "none")),
     "finetuning_type": Alias("kind", word_of({"lora": "lora", "full": "none"}, NOT_LATER)),
-    "load_in_4bit": Alias("kind", _off("a 4-bit base (qlora)")),
+    "load_in_4bit": Alias("kind", switch("qlora", DROP)),
     "load_in_8bit": Alias("kind", _off("an 8-bit base")),
     "use_dora": Alias("kind", _off("DoRA")),
     "use_rslora": Alias("kind", _off("rank-stabilised scaling")),

@@ -42,7 +42,7 @@ def json_schema() -> dict[str, Any]:
     }
     source = {"anyOf": [TEXT, _list_of(TEXT), {"$ref": "#/$defs/Source"}]}
     properties["data"]["additionalProperties"] = source
-    properties["adapter"] = _or_word({"$ref": "#/$defs/Adapter"}, "lora", "none")
+    properties["adapter"] = _or_word({"$ref": "#/$defs/Adapter"}, "lora", "qlora", "none")
     gates = definitions["Gates"]["properties"]
     limits = {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"const": "default"}]}
     harms = {"properties": dict.fromkeys(PROTECT_MEASURES, limits), "additionalProperties": False}
@@ -89,7 +89,7 @@ def _as_written(stage: dict[str, Any]) -> None:
     properties["optimizer"] = _or_word({"$ref": "#/$defs/Optimizer"}, *kinds)
     average = properties["ema"]
     average["anyOf"].insert(0, {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1})
-    properties["adapter"] = _or_word({"$ref": "#/$defs/Adapter"}, "lora", "none")
+    properties["adapter"] = _or_word({"$ref": "#/$defs/Adapter"}, "lora", "qlora", "none")
     rate = properties["learning_rate"]
     rate["description"] = f"peak; {rate.pop('default'):g} for an adapter, else by the model"
 

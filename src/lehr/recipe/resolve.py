@@ -47,7 +47,8 @@ def resolve(document: Document, parts: Parts, today: datetime.date | None) -> Re
         _check_dropout(document, index, stage, adapter)
         resolved.append(_stage(stage, adapter, tiny))
     export = header.export
-    lora = any(stage.adapter is not None and stage.adapter.kind == "lora" for stage in resolved)
+    lora = any(stage.adapter is not None and stage.adapter.kind != "none" for stage in resolved)
+    _check_four_bits(document, header, resolved)
     if "export" not in header.model_fields_set:
         export = ["adapter" if lora else "merged"]
     elif "adapter" in export and not lora:
@@ -106,7 +107,7 @@ def _adapter(document: Document, index: int, stage: Stage, top: Adapter, tiny: b
     if "rank" in given and "alpha" not in given:
         given["alpha"] = None
     merged = _with_alpha(top.model_copy(update=given))
-    if untrained and merged.kind == "lora":
+    if untrained and merged.kind != "none":
         text = "none: a tiny: model has no trained weights that an adapter could stand beside"
         document.problem(("stages", 0, "adapter"), text, merged.kind)
     return Adapter(kind="none") if merged.kind == "none" else merged
@@ -137,6 +138,27 @@ def _check_lineage(
             "or fold_parent: true to add it to the base and start a new one"
         )
         document.problem(("stages", index, "adapter", key), text, getattr(adapter, key))
+
+
+def _check_four_bits(document: Document, header: Recipe, stages: list[Stage]) -> None:
+    """One base in four bits for the whole run, and what its rounding rules out."""
+    kinds = [stage.adapter.kind if stage.adapter else "none" for stage in stages]
+    if "qlora" not in kinds:
+        return
+    for index, (stage, kind) in enumerate(zip(stages, kinds, strict=True)):
+        keys = ("stages", index)
+        if kind != "qlora":
+            text = "qlora, as in the other stages: a run's base is held in four bits or is not"
+            document.problem((*keys, "adapter", "kind"), text, kind)
+        if stage.fold_parent:
+            text = "false with qlora: the sum would be rounded to four bits again"
+            document.problem((*keys, "fold_parent"), text, True)
+        if stage.precision == "fp8":
+            text = "bf16 or fp32 with qlora: its weights are dequantised for each product"
+            document.problem((*keys, "precision"), text, stage.precision)
+    if "fp8" in header.export:
+        text = "adapter or merged after qlora: the base has been rounded once already"
+        document.problem(("export",), text, list(header.export))
 
 
 def _check_dropout(document: Document, index: int, stage: Stage, adapter: Adapter) -> None:

@@ -85,7 +85,9 @@ SUITES = (
 class Adapter(Section):
     """Low-rank matrices that are trained beside frozen weights, or `none`: all weights train."""
 
-    kind: Literal["lora", "none"] = "lora"
+    kind: Literal["lora", "qlora", "none"] = Field(
+        default="lora", description="qlora: the frozen base is held in four bits"
+    )
     rank: Count = 16
     alpha: Positive | None = Field(
         default=None, description="scale is alpha / rank; 2 x rank where it is not given"

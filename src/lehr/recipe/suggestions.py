@@ -64,8 +64,6 @@ LATER: Mapping[str, dict[str, str]] = {
 LATER_KINDS = ("reward", "ppo", "grpo", "distill", "recalibrate")
 # Words of the design that this version does not have, by dotted key path of the schema.
 LATER_VALUES: Mapping[str, tuple[str, ...]] = {
-    "adapter.kind": ("qlora",),
-    "stage.adapter.kind": ("qlora",),
     "stage.loss": (
         *("ipo", "kto", "orpo", "simpo", "cpo", "hinge", "robust", "apo_zero", "apo_down"),
         *("sppo_hard", "nca_pair", "exo_pair", "bco_pair", "discopop", "sigmoid_norm"),

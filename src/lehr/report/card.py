@@ -44,7 +44,7 @@ def model_card(run_folder: Path) -> str:
         _front_matter(base, adapter),
         f"# {_line(text(run.ledger.get('name')) or run.folder.resolve().name)}",
         _opening(run, base),
-        _loading(adapter, base),
+        _loading(adapter, base, (run.folder / "model" / "lehr-base.json").is_file()),
         "## How it was made",
         _stage_table(run),
         "## What was measured",
@@ -120,15 +120,29 @@ def _opening(run: RunFiles, base: str) -> str:
     return words
 
 
-def _loading(adapter: bool, base: str) -> str:
+def _loading(adapter: bool, base: str, four_bits: bool = False) -> str:
     if adapter:
+        config, names, settings = "", "AutoTokenizer", ""
+        if four_bits:
+            config, names = ", quantization_config=config", "AutoTokenizer, BitsAndBytesConfig"
+            settings = (
+                "config = BitsAndBytesConfig(\n"
+                '    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True\n'
+                ")\n"
+            )
         code = (
             "from peft import AutoPeftModelForCausalLM\n"
-            "from transformers import AutoTokenizer\n\n"
-            'model = AutoPeftModelForCausalLM.from_pretrained("model")\n'
+            f"from transformers import {names}\n\n{settings}"
+            f'model = AutoPeftModelForCausalLM.from_pretrained("model"{config})\n'
             'tokenizer = AutoTokenizer.from_pretrained("model")'
         )
         note = f"The adapter loads its base, `{_line(base)}`, by itself; no other base fits it."
+        if four_bits:
+            note += (
+                " It was trained over that base in four bits (NF4, blocks of 64, scales quantised "
+                "again), as the lines above load it; the merged export holds the dequantised base. "
+                "Over the base as it is, answers differ."
+            )
     else:
         code = (
             "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lehr.report.reading import RunFiles, items, mapping, number, objects, text
-from lehr.report.wording import plain
+from lehr.report.wording import plain, size
 
 
 def lineage_steps(run: RunFiles) -> list[tuple[str, str, str]]:
@@ -84,6 +84,10 @@ def environment(run: RunFiles) -> list[tuple[str, str]]:
     precision = mapping(run.plan.get("precision"))
     if precision:
         rows.append(("precision", f"{text(precision.get('value'))}: {text(precision.get('why'))}"))
+    model = mapping(run.plan.get("model"))
+    if model.get("four_bits"):
+        held = f"{size(number(model.get('weight_bytes')) or 0.0)} of weights"
+        rows.append(("base", f"in four bits (NF4, scales in 8 bits), {held}; an adapter beside it"))
     versions = mapping(run.ledger.get("versions"))
     rows += [(text(name), text(version)) for name, version in versions.items()]
     return rows

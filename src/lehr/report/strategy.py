@@ -205,13 +205,14 @@ def _methods(
     lines = []
     model, adapter = mapping(plan.get("model")), mapping(recipe.get("adapter"))
     parameters = number(model.get("parameters"))
+    four_bits = bool(model.get("four_bits"))
     for names, trained in _trained(stages, model):
         if not parameters:
             continue
         if trained < parameters:
-            rank = plain(adapter.get("rank"), 0)
+            rank, name = plain(adapter.get("rank"), 0), "QLoRA" if four_bits else "LoRA"
             lines.append(
-                f"- **LoRA, rank {rank}** ({names}): {count(trained)} parameters train beside "
+                f"- **{name}, rank {rank}** ({names}): {count(trained)} parameters train beside "
                 f"{count(parameters)} frozen ones. Gradients and optimizer of the frozen ones, "
                 f"{size(12.0 * parameters)}, are never needed, an update costs about two thirds "
                 "of one through all weights, and the parent stays whole beside the adapter."
@@ -221,6 +222,15 @@ def _methods(
                 f"- **All weights train** ({names}): gradients and AdamW's two moments of "
                 f"{count(parameters)} parameters take {size(12.0 * parameters)} beside them."
             )
+    if four_bits:
+        way = (
+            "dequantised at every token: slow" if model.get("decodes_in_place") else "a dense copy"
+        )
+        lines.append(
+            f"- **The base in four bits** (NF4): {size(number(model.get('weight_bytes')) or 0.0)} "
+            "of weights; a layer is dequantised while it multiplies, and nothing else. Parent and "
+            f"reference are that rounded base. Evaluations decode from it by {way}."
+        )
     precision = mapping(plan.get("precision"))
     if text(precision.get("value")):
         lines.append(f"- **{text(precision['value'])}**: {text(precision.get('why'))}.")
