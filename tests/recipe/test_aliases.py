@@ -66,6 +66,12 @@ STAGE = {
     "use_peft: false": ("adapter.kind", "none"),
     "finetuning_type: full": ("adapter.kind", "none"),
     "load_in_4bit: false": ("adapter.kind", "lora"),
+    "load_in_4bit: true": ("adapter.kind", "qlora"),
+    "quantization_bit: 4": ("adapter.kind", "qlora"),
+    "use_peft: true, load_in_4bit: true": ("adapter.kind", "qlora"),
+    "finetuning_type: lora, quantization_bit: 4": ("adapter.kind", "qlora"),
+    "bnb_4bit_quant_type: nf4, load_in_4bit: true": ("adapter.kind", "qlora"),
+    "double_quantization: true": ("adapter.kind", "lora"),
     "loss_type: chunked_nll": ("learning_rate", 2e-4),
 }
 REAL_KEYS = ("learning_rate: 3e-4", "loss_type: chunked_nll")
@@ -144,6 +150,9 @@ REFUSED = {
     "train_on_prompt: true": "use a pretrain stage",
     "assistant_only_loss: false": "lehr always masks what the model does not emit",
     "load_in_8bit: true": "an 8-bit base is not in this version",
+    "quantization_bit: 8": "other words are not in this version (found 8)",
+    "bnb_4bit_quant_type: fp4": "one of nf4",
+    "use_bnb_nested_quant: false": "scales of a base in four bits are in 8 bits",
     "use_dora: true": "DoRA is not in this version",
     "lr_scheduler_type: polynomial": "other words are not in this version (found 'polynomial')",
     "optim: adafactor": "not in this version (found 'adafactor')",

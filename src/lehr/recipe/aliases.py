@@ -139,6 +139,11 @@ TRAINS_ON_ALL = ForeignValueError(
     "use a pretrain stage to train on every token"
 )
 
+_DOUBLE = switch(DROP, ForeignValueError("true: scales of a base in four bits are in 8 bits"))
+# Keys that ask for a base in four bits, and those that may say beside it that LoRA trains.
+FOUR_BITS = {"load_in_4bit": ("true", "yes", "1"), "quantization_bit": ("4",)}
+SAYS_LORA = {"use_peft": "true", "use_lora": "true", "finetuning_type": "lora"}
+
 ADAPTER: Mapping[str, Alias] = {
     "lora_r": Alias("rank"),
     "lora_rank": Alias("rank"),
@@ -154,6 +159,11 @@ ADAPTER: Mapping[str, Alias] = {
     "finetuning_type": Alias("kind", word_of({"lora": "lora", "full": "none"}, NOT_LATER)),
     "load_in_4bit": Alias("kind", switch("qlora", DROP)),
     "load_in_8bit": Alias("kind", _off("an 8-bit base")),
+    "quantization_bit": Alias("kind", word_of({"4": "qlora", "none": DROP}, NOT_LATER)),
+    "bnb_4bit_quant_type": Alias("kind", word_of({"nf4": DROP}, NOT_LATER)),
+    "bnb_4bit_use_double_quant": Alias("kind", _DOUBLE),
+    "use_bnb_nested_quant": Alias("kind", _DOUBLE),
+    "double_quantization": Alias("kind", _DOUBLE),
     "use_dora": Alias("kind", _off("DoRA")),
     "use_rslora": Alias("kind", _off("rank-stabilised scaling")),
     "peft_use_dora": Alias("kind", _off("DoRA")),
@@ -258,6 +268,7 @@ BETAS = ("adam_beta1", "adam_beta2")
 
 # Keys that lehr does not need, with what it does instead.
 UNNEEDED: Mapping[str, str] = {
+    "bnb_4bit_compute_dtype": "precision decides it",
     "logging_steps": "every update is logged",
     "logging_first_step": "every update is logged",
     "logging_dir": "the log is metrics.jsonl in the stage's folder",

@@ -35,6 +35,7 @@ def normalise(document: Document) -> None:
 
 def translate_all(document: Document) -> None:
     """Replace foreign keys everywhere they may stand."""
+    _combine_four_bits(document, ())
     _translate(document, (), (("", aliases.TOP), ("adapter.", aliases.ADAPTER)))
     _translate(document, ("adapter",), (("", aliases.ADAPTER),))
     data = document.tree.get("data")
@@ -56,6 +57,7 @@ def translate_stage(document: Document, index: int) -> None:
     keys: Keys = ("stages", index)
     _combine_batch(document, keys)
     _combine_betas(document, keys)
+    _combine_four_bits(document, keys)
     stage = document.get(keys)
     language = isinstance(stage, dict) and stage.get("kind") != "preference"
     if language and stage.get("loss_type") in ("nll", "chunked_nll"):
@@ -377,3 +379,18 @@ def _combine_betas(document: Document, keys: Keys) -> None:
     elif old is None and isinstance(stage.get("optimizer", {}), dict):
         document.put((*keys, "optimizer", "betas"), pair, place)
         document.notices.append(f"{place}: {', '.join(given)} is read as optimizer.betas: {pair}")
+
+
+def _combine_four_bits(document: Document, keys: Keys) -> None:
+    """`use_peft: true` beside `load_in_4bit: true`: one thing, and the second says which."""
+    found = document.get(keys)
+    given = found if isinstance(found, dict) else {}
+    asked = [
+        key
+        for key, words in aliases.FOUR_BITS.items()
+        if key in given and str(given[key]).strip().lower() in words
+    ]
+    for key, word in aliases.SAYS_LORA.items() if asked else ():
+        if key in given and str(given[key]).strip().lower() == word:
+            document.notice((*keys, key), f"{key} and {asked[0]} together are adapter.kind: qlora")
+            document.remove((*keys, key))
