@@ -98,3 +98,15 @@ def test_what_is_known_of_the_training_helps(capsys, tmp_path):
     path.write_text(" ".join(["6.93"] * 40))
     _, out, _ = call(capsys, "doctor", path, "--vocabulary", 1024, "--json")
     assert json.loads(out)["findings"][0]["name"] == "flat_at_chance"
+
+
+def test_a_recipe_without_a_question_is_told_the_questions(capsys, tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("model: tiny:1m")
+    status, _, said = call(capsys, "doctor", path)
+    assert status == 2 and "--speed" in said and "--run-tests" in said and str(path) in said
+
+
+@pytest.mark.parametrize("option", ["--spike", "--run-tests", "--speed", "--trace"])
+def test_the_page_names_every_question(capsys, option):
+    assert option in call(capsys, "explain", "doctor")[1]

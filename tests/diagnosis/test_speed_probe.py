@@ -87,6 +87,25 @@ def test_a_slow_observer_is_the_log():
     assert found.trial is not None and found.trial.change == "no observers"
 
 
+def test_an_update_that_takes_too_long_is_measured_on_some_of_its_packs(monkeypatch):
+    monkeypatch.setattr(speed_probe, "LONGEST", 0.0)
+    huge = work(batches=Cycle(rows(12), 6))
+    position, said = huge.batches.state(), []
+    found = measure_speed(huge, seconds=0.1, say=said.append)
+    assert "all its 6 packs" in said[0] and "measured on 1 packs" in said[0]
+    assert said[0] in found.notes and huge.batches.state() == position
+    whole = measure_speed(work(batches=Cycle(rows(12), 1)), seconds=0.1, prove=False)
+    assert found.tokens < 2 * whole.tokens
+
+
+def test_packs_that_are_left_over_come_in_the_next_update():
+    some = speed_probe.Some(Cycle(rows(12), 4), 3)
+    loader = Cycle(rows(12), 4)
+    expected = [*loader.next(), *loader.next(), *loader.next()]
+    found = [one for _ in range(4) for one in some.next()]
+    assert [one.ids.tolist() for one in found] == [one.ids.tolist() for one in expected]
+
+
 def test_no_batch_to_double():
     settings = work().settings
     found = measure_speed(work(merge=None, settings=settings), seconds=0.1)

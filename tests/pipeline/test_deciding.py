@@ -271,3 +271,9 @@ def test_what_is_neither_recipe_nor_run_is_refused(work):
         run_tests(work / "base")
     with pytest.raises(RecipeError, match="a stage of the recipe: 01-sft"):
         run_tests(write_recipe(work, recipe()), stage="dpo")
+
+
+def test_an_unknown_stage_is_refused_before_a_model_is_loaded(work, monkeypatch):
+    monkeypatch.setattr(deciding, "prepare", lambda *_, **__: pytest.fail("a model was loaded"))
+    with pytest.raises(RecipeError, match="01-sft"):
+        run_tests(write_recipe(work, recipe()), stage="nope")

@@ -12,6 +12,7 @@ from tests.pipeline.small import lora_recipe, write_recipe
 from lehr.cli.main import main
 from lehr.diagnosis import speed_probe
 from lehr.errors import RecipeError
+from lehr.pipeline import speeding
 from lehr.pipeline.speeding import speed_of_file
 
 pytestmark = pytest.mark.usefixtures("lean")
@@ -64,3 +65,14 @@ def test_trace_belongs_to_speed(capsys):
     with pytest.raises(SystemExit) as end:
         main(["doctor", "x.csv", "--trace", "t.json"])
     assert end.value.code == 2 and "--speed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["", "there.json", "there.json/t.json", "bad\0name"])
+def test_a_trace_that_cannot_be_written_is_refused_before_anything_is_measured(
+    work, monkeypatch, place
+):
+    (work / "there.json").write_text("{}")
+    monkeypatch.setattr(speeding, "prepare", lambda *_: pytest.fail("a model was loaded"))
+    with pytest.raises(RecipeError):
+        speed_of_file(write_recipe(work, lora_recipe()), trace=work / place)
+    assert (work / "there.json").read_text() == "{}"

@@ -46,6 +46,8 @@ from lehr.training.store import Batches
 WARM, PROFILED = 2, 3  # updates before one counts; updates in the profile
 LEAST, MOST = 5, 60  # updates that are timed
 NEVER = 10**9
+LONGEST = 6.0  # seconds: an update that takes longer is measured on some of its packs
+UNITS = 40  # updates in all, about: to say how long the measurement takes
 SMALL_RATE = 1e-3  # of the learning rate: the updates are real, and move next to nothing
 
 
@@ -173,12 +175,38 @@ class _Fixed:
         pass
 
 
+class Some:
+    """The first packs of each update, the rest in the next: the loader's time stays a pack's."""
+
+    def __init__(self, batches: Any, most: int) -> None:
+        self._batches, self._most = batches, most
+        self._packs: list[Any] = []
+
+    @property
+    def epoch(self) -> float:
+        return float(self._batches.epoch)
+
+    def next(self) -> list[Any]:
+        while len(self._packs) < self._most:
+            self._packs += self._batches.next()
+        taken, self._packs = self._packs[: self._most], self._packs[self._most :]
+        return taken
+
+    def state(self) -> Any:
+        return self._batches.state()
+
+    def load(self, state: Any) -> None:
+        self._packs = []
+        self._batches.load(state)
+
+
 class Probe:
     """Measures one workload; nothing of it is left behind."""
 
     def __init__(self, work: Workload, seconds: float = 4.0) -> None:
         self.work, self.seconds = work, seconds
         self.updates = LEAST
+        self.slowest = 0.0  # seconds of an update, once `first` was called
 
     def run(self, **changes: Any) -> Timing:
         """Time `updates` updates with these changes: batches, observers, settings, profiler."""
@@ -208,31 +236,70 @@ class Probe:
                 watch.close()
         return watch.timing()
 
+    def shorten(self) -> str:
+        """Cut an update that takes too long to a part of its packs; what was done, in words."""
+        position = self.work.batches.state()
+        packs = len(self.work.batches.next())
+        self.work.batches.load(position)
+        micro = self.work.settings.micro_batch
+        if packs < 4 * micro:
+            return ""
+        quiet = replace(self.work.settings, checkpoint_every=NEVER, evaluate_every=None)
+        few = Some(self.work.batches, micro)
+        one = self.run(batches=few, settings=quiet, evaluate=None, updates=1)
+        self.work.batches.load(position)
+        slowest = ranks.all_sum(one.total) / ranks.world_size()
+        most = packs_in(LONGEST, slowest, micro, packs)
+        if most == packs:
+            return ""
+        self.work = replace(self.work, batches=Some(self.work.batches, most))
+        return (
+            f"an update of all its {packs:,} packs would take about "
+            f"{slowest * packs / micro:,.0f} s: measured on {most:,} packs an update, so that "
+            "what comes once an update (optimizer, log) has a larger share here"
+        )
+
     def first(self) -> dict[str, float]:
         """Seconds of one checkpoint and one evaluation; chooses how many updates are timed."""
         every = 1 if self.work.evaluate else None
         settings = replace(self.work.settings, checkpoint_every=1, evaluate_every=every)
         found = self.run(settings=settings, updates=2)
         plain = found.total - sum(found.spans.get(n, 0.0) for n in ("checkpoint", "evaluation"))
-        slowest = ranks.all_sum(plain) / ranks.world_size()  # all ranks take as many
-        wanted = int(min(MOST, max(LEAST, self.seconds / max(slowest, 1e-6))))
+        self.slowest = ranks.all_sum(plain) / ranks.world_size()  # all ranks take as many
+        wanted = int(min(MOST, max(LEAST, self.seconds / max(self.slowest, 1e-6))))
         self.updates = wanted - wanted % 10 if wanted >= 10 else wanted  # what comes now and then
         return {name: found.spans.get(name, 0.0) for name in ("checkpoint", "evaluation")}
 
 
+def packs_in(seconds: float, of_micro_batch: float, micro: int, packs: int) -> int:
+    """How many of an update's packs take about so long: whole micro-batches, at least one.
+
+    >>> packs_in(6.0, 1.0, 2, 100), packs_in(6.0, 10.0, 2, 100), packs_in(6.0, 0.01, 2, 100)
+    (12, 2, 100)
+    """
+    return min(packs, micro * max(1, int(seconds / max(of_micro_batch, 1e-9))))
+
+
 def measure_speed(
-    work: Workload, *, seconds: float = 4.0, trace: Path | None = None, prove: bool = True
+    work: Workload,
+    *,
+    seconds: float = 4.0,
+    trace: Path | None = None,
+    prove: bool = True,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Speed:
     """Shares, bottleneck, counterfactual run and predicted gain of a workload.
 
-    seconds  for each of three runs, about; trace: a file for the profile (Chrome's format)
+    seconds  for each of three runs, about; an update that takes longer than `LONGEST` is cut
+    trace    a file for the profile (Chrome's format)
+    say      is told what takes long, before it does
     """
     trained = trained_parameters(work.model, work.settings.precision)
     buffers = running_buffers(work.model)
     kept, kept_buffers, position = copied(trained), copied(buffers), work.batches.state()
     state = torch.get_rng_state()
     try:
-        return _measured(work, seconds, trace, prove)
+        return _measured(work, seconds, trace, prove, say)
     finally:
         put_back(trained, kept, "weights")
         put_back(buffers, kept_buffers, "buffers")
@@ -240,10 +307,18 @@ def measure_speed(
         torch.set_rng_state(state)
 
 
-def _measured(work: Workload, seconds: float, trace: Path | None, prove: bool) -> Speed:
+def _measured(
+    work: Workload, seconds: float, trace: Path | None, prove: bool, say: Callable[[str], None]
+) -> Speed:
     device = next(work.model.parameters()).device.type
     probe = Probe(work, seconds)
+    cut_short = probe.shorten()
+    if cut_short:
+        say(cut_short)
+        work = probe.work
     once = probe.first()
+    if probe.slowest > 1.0:
+        say(f"{UNITS} updates of {probe.slowest:,.1f} s, {UNITS * probe.slowest / 60:,.0f} min")
     quiet = replace(work.settings, checkpoint_every=NEVER, evaluate_every=None)
     probe.work = replace(work, settings=quiet, evaluate=None)
     plain = probe.run()
@@ -275,7 +350,8 @@ def _measured(work: Workload, seconds: float, trace: Path | None, prove: bool) -
         limits=limits,
     )
     trial, notes = _prove(probe, plain, answer) if prove else (None, ())
-    answer = replace(answer, trial=trial, notes=tuple(notes))
+    notes = (*((cut_short,) if cut_short else ()), *notes)
+    answer = replace(answer, trial=trial, notes=notes)
     fix, gain = fixes.fix_of(answer, work.settings)
     return replace(answer, fix=fix, gain=gain)
 

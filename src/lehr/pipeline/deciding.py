@@ -108,16 +108,17 @@ def _of_recipe(path: Path, stage: str, events: Events) -> Report:
     with tempfile.TemporaryDirectory() as name:
         aside = Path(name)
         recipe = load_recipe(path)
-        prepared = prepare(recipe, aside, events, None, write=False)
-        planned_ones = [
-            one
-            for one in prepared.stages
-            if not stage or stage in (one.folder_name, one.folder_name[3:])
+        names = [
+            f"{number:02d}-{one.name or one.kind}" for number, one in enumerate(recipe.stages, 1)
         ]
-        if not planned_ones:
-            names = ", ".join(one.folder_name for one in prepared.stages)
-            raise RecipeError(Problem("--stage", f"a stage of the recipe: {names}", stage))
-        for planned in planned_ones:
+        chosen = [name for name in names if not stage or stage in (name, name[3:])]
+        if not chosen:  # said before a model is loaded
+            expected = f"a stage of the recipe: {', '.join(names)}"
+            raise RecipeError(Problem("--stage", expected, stage))
+        prepared = prepare(recipe, aside, events, None, write=False)
+        for planned in prepared.stages:
+            if planned.folder_name not in chosen:
+                continue
             base = prepared.bench.base
             work = _Stage(prepared, planned, base, "check", aside, events)
             decided.append(Decided(planned.folder_name, None, work.answers(GENERAL)))

@@ -24,6 +24,10 @@ from lehr.pipeline.files import read_json
 RULED_OUT = frozenset(
     {"too_low_too_soon", "scales_with_accumulation", "jump_at_resume", "eval_below_train"}
 )
+OF_A_RECIPE = (
+    "a recipe has no curve. `lehr doctor {path} --speed` says what this machine waits for, "
+    "`lehr doctor {path} --run-tests` looks for faults before the run; of a run say its folder"
+)
 RECORD = "doctor.json"  # what the live doctor leaves in a stage's folder
 
 
@@ -32,6 +36,8 @@ def examine(path: Path, loss: str | None = None, context: Context | None = None)
 
     Raises RecipeError for what holds no curve.
     """
+    if path.suffix in (".yaml", ".yml"):
+        raise RecipeError(Problem(str(path), OF_A_RECIPE.format(path=path), says=True))
     if not path.is_dir():
         return _judged(read_curve(path, loss), context, path)
     places = _curves_in(path)

@@ -14,11 +14,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # no fault of the name: told as a lack of r
 
 def require_new(path: Path, expected: str) -> None:
     """Raise RecipeError where something stands at `path`, or nothing can be looked up there."""
-    try:
-        there = os.path.lexists(path)
-    except ValueError:  # a zero character
-        raise RecipeError(Problem(repr(str(path)), "a name that a file can have")) from None
-    if there:
+    if "\0" in str(path):
+        raise RecipeError(Problem(repr(str(path)), "a name that a file can have"))
+    if os.path.lexists(path):
         raise RecipeError(Problem(str(path), expected))
 
 
@@ -51,6 +49,12 @@ def write_new(path: Path, text: str, expected: str) -> None:
     finally:
         with suppress(OSError):
             aside.unlink()
+
+
+def require_writable(path: Path, expected: str) -> None:
+    """Raise RecipeError where `write_new` would: before what takes long, not after it."""
+    write_new(path, "", expected)
+    path.unlink()
 
 
 def _move(aside: Path, path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lehr.errors import Problem, RecipeError
 from lehr.objectives.base import Objective
 from lehr.pipeline.events import Events, Listener
 from lehr.pipeline.folder import LOCK, claimed, place_of
+from lehr.pipeline.new_files import require_writable
 from lehr.pipeline.planning import Prepared, prepare
 from lehr.pipeline.stage_run import train_stage
 from lehr.pipeline.staging import PlannedStage
@@ -43,6 +45,8 @@ def speed(
     Raises RecipeError with all problems, OutOfResources, and RecipeError where a run of this
     recipe is under way.
     """
+    if trace is not None:
+        require_writable(trace, "--trace: a new file (something stands there)")
     name, folder = place_of(recipe, None, out)
     recipe = resumed(recipe, folder)
     events = Events(None, listeners)
@@ -58,12 +62,12 @@ def speed(
         for planned in prepared.stages:
             text = f"{planned.folder_name}: a few updates, timed, profiled, and changed"
             events.emit("notice", text, durable=False)
-            found[planned.folder_name] = _of_stage(prepared, planned, trace, seconds)
+            found[planned.folder_name] = _of_stage(prepared, planned, trace, seconds, events)
     return found
 
 
 def _of_stage(
-    prepared: Prepared, planned: PlannedStage, trace: Path | None, seconds: float
+    prepared: Prepared, planned: PlannedStage, trace: Path | None, seconds: float, events: Events
 ) -> Speed:
     base = prepared.bench.base
     found: list[Speed] = []
@@ -83,7 +87,8 @@ def _of_stage(
             keeps_all=lambda: context.model.recompute("none"),
             computes_again=lambda: context.model.recompute(keeps),
         )
-        found.append(measure_speed(work, seconds=seconds, trace=trace))
+        say = partial(events.emit, "notice", durable=False)
+        found.append(measure_speed(work, seconds=seconds, trace=trace, say=say))
 
     silent = Events(None, ())
     with tempfile.TemporaryDirectory() as folder:
