@@ -7,7 +7,8 @@ no padding. The plan of who sees whom travels through the model's keyword argume
     network(input_ids=..., position_ids=..., segments=plan_segments(pack.segments, T))
 
 Plain causal attention is what `sdpa` computes; a branch of length n that continues a
-prompt of length m attends with a mask [n, m + n], made once per pack.
+prompt of length m attends with a mask [n, m + n], made once per pack. What computes is
+`attention_cpu` on a CPU and `attention_padded` on a card.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lehr.models.attention_cpu import CpuSegments, visible
+from lehr.models.attention_padded import padded_attention
 from lehr.models.replay import unit
 from lehr.models.segments import SegmentPlan
 
 # "flash" or "/" in the name would be taken for a kernel from the hub.
 NAME = "lehr_segments"
+# Devices that one kernel call a segment suits; meta: sizes alone, for a forecast.
+OF_CPU: tuple[str, ...] = ("cpu", "meta")
 
 # Keyword arguments that transformers passes along and that do not change attention.
 _HARMLESS = frozenset(
@@ -86,8 +90,9 @@ def segment_attention(
     key_ktd, value_ktd = key[0].to(value.dtype), value[0]
     if segments.watch is not None:
         segments.watch.look(query_htd, key_ktd, segments, scale, sliding_window)
+    ours = query.device.type in OF_CPU
     direct = (
-        query.device.type in ("cpu", "meta")  # meta: sizes alone, for a forecast
+        ours
         and softcap is None
         and value.dtype in (torch.float32, torch.bfloat16)
         and value.shape[-1] == key.shape[-1]
@@ -97,7 +102,7 @@ def segment_attention(
         run = partial(_direct, plan=segments, scale=scale, window=sliding_window)
     else:
         run = partial(
-            attention_by_autograd,
+            attention_by_autograd if ours else padded_attention,
             plan=segments,
             scale=scale,
             window=sliding_window,
@@ -171,7 +176,7 @@ def attention_by_autograd(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """The same [T, H, D] through autograd: any device and dtype; soft-capped logits (Gemma 2)."""
+    """The same [T, H, D] through autograd: any dtype; soft-capped logits (Gemma 2)."""
     repeats = query_htd.shape[0] // key_ktd.shape[0]
     parts = []
     for span in plan.seen(window):

@@ -107,7 +107,7 @@ def lay_out(
     places = torch.nonzero(real)[:, 0]
     places = places[query_rows[places].argsort()]
     rows = query_rows[places]
-    times = _appearances(seen_rows, torch.nonzero(visible)[:, 0])
+    times = appearances(seen_rows, torch.nonzero(visible)[:, 0])
     return Layout(
         tuple(batches),
         query_rows.to(device),
@@ -137,7 +137,7 @@ def pieces(span: Span) -> list[Span]:
     ]
 
 
-def in_batches(spans: Sequence[Span]) -> list[list[Span]]:
+def in_batches(spans: Sequence[Span], cost_pairs: int = BATCH_COST_PAIRS) -> list[list[Span]]:
     """Spans of like size together: a batch's padding costs about as much as one batch more.
 
     >>> [len(batch) for batch in in_batches([Span(0, 100), Span(100, 96), Span(196, 20)])]
@@ -152,7 +152,7 @@ def in_batches(spans: Sequence[Span]) -> list[list[Span]]:
         own, total = span.length, span.context_length + span.length
         wider = max(length, own)
         area = wider * seen * (len(batches[-1]) + 1) if batches else 0
-        if batches and area - real - own * total <= BATCH_COST_PAIRS + area // 10:
+        if batches and area - real - own * total <= cost_pairs + area // 10:
             batches[-1].append(span)
             length, real = wider, real + own * total
             continue
@@ -253,7 +253,7 @@ def _by_head(
     return torch.cat(rows), torch.cat(flags)
 
 
-def _appearances(rows: Tensor, places: Tensor) -> list[tuple[Tensor, Tensor]]:
+def appearances(rows: Tensor, places: Tensor) -> list[tuple[Tensor, Tensor]]:
     """(rows, places) of the first time that each row appears, of the second, and so on.
 
     In the order of places, so that what is added for one row is added in one fixed order.
