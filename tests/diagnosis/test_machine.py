@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,7 @@ def test_a_rate_is_that_of_a_quiet_machine_where_others_interrupt(monkeypatch) -
         machine.time.sleep(0.02)
 
     monkeypatch.setattr(machine, "_product", interrupted)
-    operations = 2.0 * machine.GEMM_ROWS * machine.GEMM_INNER * machine.GEMM_COLUMNS / 1e9
+    operations = 2.0 * math.prod(machine.GEMM_SIZES) / 1e9
     rate = measure_gemm(torch.float32, seconds=0.05)
     assert operations / 0.0025 < rate < operations / 0.0019
     found = describe_machine(measure=True)

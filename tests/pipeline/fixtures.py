@@ -37,7 +37,7 @@ WHOLE = (
 def one_measurement() -> Iterator[None]:
     """The machine's speed is measured once, not in every run; one thread; short answers."""
 
-    def known(measure: bool = False) -> Machine:
+    def known(measure: bool = False, device: torch.device | None = None) -> Machine:
         return replace(measured_once(), threads=torch.get_num_threads())
 
     patch = pytest.MonkeyPatch()

@@ -27,6 +27,7 @@ WITNESSES = {
     "output": "the folder of the run; pipeline/folder.py",
     "seed": "the order of rows in metrics.jsonl (losses change); data/loader.py",
     "threads": "torch.get_num_threads() and machine.cores of plan.json; pipeline/planning.py",
+    "device": "machine of plan.json, environment of a checkpoint; device.py",
     "memory_limit": "micro_batch and memory of plan.json; pipeline/planning.py",
     "trust_remote_code": "a refusal of a model with code, and its entry in the ledger",
     "adapter.kind": "trained parameters in plan.json; models/adapters.py",

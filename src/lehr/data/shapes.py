@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lehr.device import moved
 from lehr.streams import content_hash
 
 Message = Mapping[str, Any]  # {"role", "content", and perhaps "tool_calls", "train", ...}
@@ -145,4 +146,4 @@ class Pack:
     def sequence_sum(self, values: Tensor) -> Tensor:
         """Sum of per-pair `values` [R] over each sequence -> [Q]."""
         total = torch.zeros(self.sequences, dtype=values.dtype, device=values.device)
-        return total.index_add(0, self.sequence.to(values.device), values)
+        return total.index_add(0, moved(self.sequence, values.device), values)

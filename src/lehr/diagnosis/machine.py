@@ -18,10 +18,13 @@ from typing import Any
 import psutil
 import torch
 
+from lehr.device import choose, name_of
+
 GAIN_THAT_PAYS = 1.2  # bf16 costs accuracy; below this gain fp32 is kept
 BUSY = 0.6  # share of the processor below which a machine is called busy
 ENOUGH_ROUNDS, LONGEST = 10, 5  # products that are measured, for at most so many times the time
-GEMM_ROWS, GEMM_INNER, GEMM_COLUMNS = 256, 576, 1024  # a small model's MLP on one pack
+GEMM_SIZES = (256, 576, 1024)  # rows, inner, columns: a small model's MLP on one pack
+CARD_SIZES = (4096, 2048, 8192)  # a card is done with the small ones before the next is asked for
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Machine:
     threads    what torch computes with
     memory_gib usable memory: the container's limit where that is smaller
     capability the vector instructions that torch uses ("AVX2", "AVX512", "DEFAULT", ...)
-    device     "cpu" or "cuda"; accelerator is its name
+    device     what trains: "cpu", or "cuda:0" and so on; accelerator is its name and
+               accelerator_gib its memory
     gemm_gflops measured matrix-product rates by precision, in 10^9 operations a second
     processor_share of the time of that measurement that this process had a processor; below
                 BUSY other programs have them, and a stage takes longer than is forecast
@@ -48,9 +52,11 @@ class Machine:
     system: str = ""
     gemm_gflops: Mapping[str, float] = field(default_factory=dict)
     processor_share: float = 1.0
+    accelerator_gib: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         """The `machine` part of plan.json."""
+        card = {"accelerator_gib": round(self.accelerator_gib, 2)} if self.accelerator else {}
         return {
             "cpu": self.cpu,
             "cores": self.cores,
@@ -59,21 +65,25 @@ class Machine:
             "capability": self.capability,
             "device": self.device,
             "accelerator": self.accelerator,
+            **card,
             "system": self.system,
             "gemm_gflops": {name: round(rate, 1) for name, rate in self.gemm_gflops.items()},
             "processor_share": round(self.processor_share, 2),
         }
 
 
-def describe_machine(measure: bool = False) -> Machine:
-    """Describe this machine; with `measure` the matrix-product rates too (under a second)."""
-    cuda = torch.cuda.is_available()
-    device = "cuda" if cuda else "cpu"
+def describe_machine(measure: bool = False, device: torch.device | None = None) -> Machine:
+    """Describe this machine; with `measure` the matrix-product rates too (under a second).
+
+    device  what trains (default: a card where there is one)
+    """
+    device = choose() if device is None else device
+    cuda = device.type == "cuda"
     rates: dict[str, float] = {}
     share = 1.0
     if measure:
         started, computed = time.perf_counter(), time.thread_time()
-        rates = measure_rates(device)
+        rates = measure_rates(str(device))
         if not cuda:
             waited = time.perf_counter() - started
             share = min(1.0, (time.thread_time() - computed) / max(waited, 1e-9))
@@ -83,8 +93,9 @@ def describe_machine(measure: bool = False) -> Machine:
         threads=torch.get_num_threads(),
         memory_gib=usable_memory_bytes() / 2**30,
         capability=_capability(),
-        device=device,
-        accelerator=torch.cuda.get_device_name() if cuda else "",
+        device=str(device),
+        accelerator=name_of(device),
+        accelerator_gib=torch.cuda.mem_get_info(device)[1] / 2**30 if cuda else 0.0,
         system=f"{platform.system()} {platform.machine()}".strip(),
         gemm_gflops=rates,
         processor_share=share,
@@ -108,13 +119,17 @@ def measure_gemm(
     dtype: torch.dtype,
     seconds: float = 0.3,
     device: str = "cpu",
-    sizes: tuple[int, int, int] = (GEMM_ROWS, GEMM_INNER, GEMM_COLUMNS),
+    sizes: tuple[int, int, int] | None = None,
 ) -> float:
-    """Rate of x @ W.T at a small model's sizes, in 10^9 operations a second; 0 where it fails.
+    """Rate of x @ W.T in 10^9 operations a second; 0 where it fails.
+
+    sizes  rows, inner, columns (default: a small model's; of a card, those of a billion)
 
     The best of many short rounds: other programs can only make a round slower. Where every
     round is interrupted, the processor time of this thread still is that of a quiet machine.
     """
+    if sizes is None:
+        sizes = GEMM_SIZES if device == "cpu" else CARD_SIZES
     try:
         rows = torch.ones(sizes[0], sizes[1], dtype=dtype, device=device)
         weight = torch.ones(sizes[2], sizes[1], dtype=dtype, device=device)
@@ -142,7 +157,7 @@ def measure_gemm(
 def _product(rows: torch.Tensor, weight: torch.Tensor, device: str) -> None:
     torch.nn.functional.linear(rows, weight)
     if device != "cpu":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
 
 
 def choose_precision(

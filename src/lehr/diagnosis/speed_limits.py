@@ -43,7 +43,7 @@ def measure_bandwidth(device: str = "cpu", seconds: float = 0.4) -> float:
         before, computed = time.perf_counter(), time.thread_time()
         target.copy_(source)
         if device != "cpu":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         spent, waited = time.thread_time() - computed, time.perf_counter() - before
         best = min(best, spent if device == "cpu" and 0 < spent < waited else waited)
     return 2.0 * COPIED_BYTES / best / 1e9

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from lehr import ranks
+from lehr.device import CPU
 from lehr.diagnosis import speed_fixes as fixes
 from lehr.diagnosis.speed import Speed, Trial, bottleneck_of, doubled, seconds_by_class
 from lehr.diagnosis.speed_clock import fair_clock
@@ -34,6 +35,7 @@ from lehr.diagnosis.speed_operations import (
 )
 from lehr.diagnosis.speed_ranks import exchanged, timed_exchange
 from lehr.errors import OutOfResources
+from lehr.models.surroundings import random_state, set_random_state
 from lehr.objectives.base import Objective
 from lehr.training import events as engine
 from lehr.training.batch import Merge
@@ -297,14 +299,15 @@ def measure_speed(
     trained = trained_parameters(work.model, work.settings.precision)
     buffers = running_buffers(work.model)
     kept, kept_buffers, position = copied(trained), copied(buffers), work.batches.state()
-    state = torch.get_rng_state()
+    devices = list(dict.fromkeys([CPU, next(iter(trained.values())).device]))
+    state = random_state(devices)
     try:
         return _measured(work, seconds, trace, prove, say)
     finally:
         put_back(trained, kept, "weights")
         put_back(buffers, kept_buffers, "buffers")
         work.batches.load(position)
-        torch.set_rng_state(state)
+        set_random_state(devices, state)
 
 
 def _measured(

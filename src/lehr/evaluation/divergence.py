@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lehr.data.packing import pack
 from lehr.data.shapes import Encoded, Message, Origin
+from lehr.device import moved
 from lehr.evaluation.likelihood import PACK_LENGTH, scoring
 from lehr.evaluation.suites import ItemScore, Measure
 from lehr.generation.decode import generate
@@ -42,7 +43,11 @@ def kl_per_sequence(
             sides = [(hidden_now, head_now), (hidden_then, head_then)]
             (hidden_p, head_p), (hidden_q, head_q) = reversed(sides) if reverse else sides
             values = model.divergence(
-                hidden_p, hidden_q, one.predict_from, head_p=head_p, head_q=head_q
+                hidden_p,
+                hidden_q,
+                moved(one.predict_from, hidden_now.device),
+                head_p=head_p,
+                head_q=head_q,
             )
             sums = one.sequence_sum(values.double().cpu())
             counts = one.sequence_sum(torch.ones(one.targets.numel(), dtype=torch.float64))

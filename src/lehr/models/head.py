@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lehr.device import moved
 from lehr.models.head_chunks import Head, bf16_products_pay, chunk_rows, wide
 from lehr.models.head_functions import FrozenHead, FusedHead, OrderedGather
 
@@ -51,10 +52,12 @@ def token_stats(
 ) -> TokenStats:
     """Statistics of the pairs (`predict_from`, `targets`) [R] of hidden states [T, d].
 
-    Raises ValueError for a target outside the vocabulary.
+    Pairs on the CPU are checked there and moved to where the hidden states are. Raises
+    ValueError for a target outside the vocabulary.
     """
     if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < len(head.weight):
         raise ValueError(f"a target is outside the vocabulary of {len(head.weight)} tokens")
+    targets = moved(targets, hidden_td.device)
     # Autocast must not touch the products here: their dtypes are chosen above.
     with torch.autocast(hidden_td.device.type, enabled=False):
         picked = OrderedGather.apply(hidden_td, predict_from)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lehr.device import moved
 from lehr.models.head_chunks import Head, cap, product_dtype, uncapped, wide
 
 
@@ -19,10 +20,19 @@ class OrderedGather(torch.autograd.Function):
 
     The index of a shared prompt's last position repeats. Autograd's own backward adds
     such rows atomically, in no fixed order, above a size and with several threads.
+
+    An index on the CPU is looked at there: a card that is asked what repeats has to finish first.
     """
 
     @staticmethod
     def forward(ctx: Any, rows_td: Tensor, index: Tensor) -> Tensor:
+        ctx.rounds = None
+        if index.device != rows_td.device:
+            ctx.rounds = [
+                (moved(chosen, rows_td.device), moved(index[chosen], rows_td.device))
+                for chosen in _rounds(index)
+            ]
+            index = moved(index, rows_td.device)
         ctx.save_for_backward(index)
         ctx.size = rows_td.shape
         return rows_td.index_select(0, index)
@@ -32,8 +42,8 @@ class OrderedGather(torch.autograd.Function):
     def backward(ctx: Any, grad_rd: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         grad_td = grad_rd.new_zeros(ctx.size)
-        for chosen in _rounds(index):
-            at = index[chosen]
+        rounds = ctx.rounds or ((chosen, index[chosen]) for chosen in _rounds(index))
+        for chosen, at in rounds:
             grad_td[at] = grad_td[at] + grad_rd[chosen]
         return grad_td, None
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lehr.data.shapes import Pack
+from lehr.device import moved
 from lehr.errors import Problem, RecipeError
 from lehr.models import adapters, saving
 from lehr.models.adapter_layers import AdapterSpec, LoraMixin
@@ -101,8 +102,8 @@ class LanguageModel(nn.Module):
             plan.watch = self._attention_watch
         with self._autocast():
             states: Tensor = self.network.base_model(
-                input_ids=pack.ids.to(self.device)[None],
-                position_ids=pack.positions.to(self.device)[None],
+                input_ids=moved(pack.ids, self.device)[None],
+                position_ids=moved(pack.positions, self.device)[None],
                 segments=plan,
                 use_cache=False,
             )[0][0]
@@ -127,12 +128,7 @@ class LanguageModel(nn.Module):
     ) -> TokenStats:
         """Per-pair statistics [R] of hidden states [T, d] through the fused head."""
         return token_stats(
-            hidden,
-            predict_from.to(hidden.device),
-            targets.to(hidden.device),
-            self.head(),
-            entropy=entropy,
-            argmax=argmax,
+            hidden, predict_from, targets, self.head(), entropy=entropy, argmax=argmax
         )
 
     def divergence(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from lehr.device import CPU
 from lehr.errors import Problem, RecipeError
 from lehr.models import fetch as fetching
 from lehr.models.bitsandbytes import require_bitsandbytes
@@ -47,6 +48,7 @@ def load_model(
     all_weights: bool = False,
     four_bits: bool = False,
     progress: fetching.Progress | None = None,
+    device: torch.device = CPU,
 ) -> LanguageModel:
     """The model that a recipe names, ready to attend over segments.
 
@@ -57,6 +59,7 @@ def load_model(
     all_weights  weights that all train are loaded as they train: in fp32 but for pure_bf16
     four_bits    linear layers are put into NF4 (models/nf4), made of the files' own numbers
     progress     called with a line per slow step
+    device       where it is put when it is whole; it is read and made on the CPU
 
     Raises RecipeError, never another error, for what a user can cause.
     """
@@ -96,7 +99,7 @@ def load_model(
     notices += validate_generation_config(network)
     if four_bits:
         notices += _into_four_bits(network, dtype, source)
-    return LanguageModel(
+    model = LanguageModel(
         network,
         tokenizer,
         spec,
@@ -108,6 +111,7 @@ def load_model(
         notices=notices,
         stored_dtype=stored,
     )
+    return model.to(device)
 
 
 def _into_four_bits(network: Any, dtype: torch.dtype, source: ModelSource) -> list[str]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lehr.data.shapes import Pack
+from lehr.device import moved
 from lehr.objectives.base import Loss, Number
 
 
@@ -36,7 +37,7 @@ class Language:
             model.hidden(pack), pack.predict_from, pack.targets, argmax=self.accuracy
         )
         log_probability = stats.log_probability
-        weights = pack.weights.to(log_probability.device)
+        weights = moved(pack.weights, log_probability.device)
         losses = -weights * log_probability
         total = losses.sum()
         weight = self.weight(pack)
@@ -49,7 +50,7 @@ class Language:
             metrics["z_loss"] = (extra.detach(), weight)
             total = total + extra
         if self.accuracy:
-            right = (stats.argmax == pack.targets.to(stats.argmax.device)).to(weights.dtype)
+            right = (stats.argmax == moved(pack.targets, stats.argmax.device)).to(weights.dtype)
             metrics["accuracy"] = ((weights * right).sum(), weight)
         if self.per_source:
             metrics |= source_losses(pack, losses.detach())
@@ -65,7 +66,7 @@ def source_losses(pack: Pack, losses: Tensor) -> dict[str, tuple[Number, Number]
     source_of_example = torch.tensor([index[origin.source] for origin in pack.origins])
     source_of_pair = source_of_example[pack.sequence_example][pack.sequence]
     sums = torch.zeros(len(sources), dtype=losses.dtype, device=losses.device)
-    sums = sums.index_add(0, source_of_pair.to(losses.device), losses)
+    sums = sums.index_add(0, moved(source_of_pair, losses.device), losses)
     weights = torch.zeros(len(sources)).index_add(0, source_of_pair, pack.weights).tolist()
     return {
         f"source.{source}.loss": (sums[position], weights[position])

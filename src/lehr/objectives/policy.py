@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lehr.data.shapes import Pack
+from lehr.device import moved
 from lehr.errors import Problem, RecipeError
 from lehr.objectives.base import Loss, Number
 
@@ -178,7 +179,7 @@ class Policy:
         old = self._by_pair(pack, "old", now)
         log_ratio = now - (now.detach() if old is None else old)
         ratio = log_ratio.exp()
-        weights = pack.weights.to(now.device)
+        weights = moved(pack.weights, now.device)
         losses = clipped_loss(ratio, advantage, self.clip_low, self.clip_high)
         total = (weights * losses).sum()
         pairs = float(len(pack.targets))
@@ -236,4 +237,4 @@ class Policy:
         if known != len(pack.items):
             expected = f"{name} log-probabilities for all items of an update, or for none"
             raise RecipeError(Problem(str(pack.origins[0]), expected, f"{known} items"))
-        return torch.cat(values).to(device=like.device, dtype=like.dtype)
+        return moved(torch.cat(values).to(like.dtype), like.device)

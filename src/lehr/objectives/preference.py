@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from lehr.data.shapes import Pack
+from lehr.device import moved
 from lehr.errors import Problem, RecipeError
 from lehr.objectives.base import Loss, Number
 
@@ -74,11 +75,11 @@ class Dpo:
         stats = model.token_stats(model.hidden(pack), pack.predict_from, pack.targets)
         log_probability = stats.log_probability
         device = log_probability.device
-        sums = pack.sequence_sum(log_probability * pack.weights.to(device))
-        reference = self._reference_of(pack).to(device=device, dtype=sums.dtype)
-        chosen = sums[chosen_rows.to(device)] - reference[:, 0]
-        rejected = sums[rejected_rows.to(device)] - reference[:, 1]
-        identical = identical_answers(pack, chosen_rows, rejected_rows).to(device)
+        sums = pack.sequence_sum(log_probability * moved(pack.weights, device))
+        reference = moved(self._reference_of(pack).to(sums.dtype), device)
+        chosen = sums[moved(chosen_rows, device)] - reference[:, 0]
+        rejected = sums[moved(rejected_rows, device)] - reference[:, 1]
+        identical = moved(identical_answers(pack, chosen_rows, rejected_rows), device)
         # The two copies of one answer may differ in rounding: cut the graph, so that
         # the gradient is 0 and not a rounding error.
         zero = torch.zeros_like(chosen)

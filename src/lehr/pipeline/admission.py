@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lehr.device import name_of
 from lehr.errors import Problem, RecipeError
 from lehr.models.fetch import lehr_home
 from lehr.models.probe import admission_probe
@@ -64,6 +65,8 @@ def admit(model: Any, stages: Sequence[Any] = (), fingerprint: str = "") -> None
 def _key(model: Any, fingerprint: str) -> str:
     capability = torch.backends.cpu.get_cpu_capability()
     parts = [PROBE_VERSION, fingerprint, str(model.compute_dtype), capability, versions()]
+    if card := name_of(model.device):
+        parts.append(card)
     return content_hash(parts)[:32]
 
 

@@ -17,6 +17,7 @@ import torch
 from lehr.data.encoding import Encoder
 from lehr.data.shapes import Encoded, Example, Message
 from lehr.data.templates import Template
+from lehr.device import CPU, choose
 from lehr.diagnosis.machine import describe_machine
 from lehr.errors import RecipeError
 from lehr.models.language_model import LanguageModel
@@ -41,6 +42,7 @@ class _Bench:
     model: LanguageModel
     encoder: Any
     precision: str
+    device: torch.device = CPU
     is_tiny: bool = False
     packs_exactly: bool = True
     decodes_in_place: bool = False
@@ -61,11 +63,12 @@ def forecast_plan(recipe: Any, events: Events, gflops: float | None = None) -> d
     """
     folder = recipe.folder / Path(recipe.model).expanduser()
     sources = read_all(recipe)
-    machine, precision = machine_and_precision(recipe, _elsewhere(gflops))
+    device = _here(recipe)
+    machine, precision = machine_and_precision(recipe, _elsewhere(gflops, device), device)
     value = precision["value"]
     model = model_of_sizes(folder, value, recipe.trust_remote_code, in_four_bits(recipe))
     findings = [f"{recipe.model} has no weights here: sizes are forecast, nothing can be trained"]
-    bench = _Bench(model, None, value)
+    bench = _Bench(model, None, value, device)
     if model.tokenizer is None:
         encode: Encode = _encode_by_bytes
         findings.append(
@@ -88,11 +91,19 @@ def forecast_plan(recipe: Any, events: Events, gflops: float | None = None) -> d
     return plan
 
 
-def _elsewhere(gflops: float | None) -> dict[str, Any]:
+def _here(recipe: Any) -> torch.device:
+    """The recipe's device where this machine has it: what is forecast may train elsewhere."""
+    try:
+        return choose(recipe.device)
+    except RecipeError:
+        return CPU
+
+
+def _elsewhere(gflops: float | None, device: torch.device) -> dict[str, Any]:
     """An earlier plan's machine part with a rate that somebody gave, or nothing."""
     if gflops is None:
         return {}
-    machine = describe_machine().as_json()
+    machine = describe_machine(device=device).as_json()
     machine["gemm_gflops"] = {"fp32": gflops / 8, "bf16": gflops}
     return {"machine": machine}
 

@@ -35,7 +35,8 @@ def forecast_keys(model: Any, precision: str, in_place: bool) -> dict[str, int]:
     dtype = compute_dtype(precision)
     weights = stored_bytes(model.network, dtype.itemsize)
     if weights is None:
-        packed = model.device.type != "meta" and packing_possible(dtype)
+        # Weights are laid out for decoding on a CPU only.
+        packed = model.device.type == "cpu" and packing_possible(dtype)
         return {"decoding_bytes": decoding_bytes(model.config, precision, packed)}
     largest, every = dense_bytes(model.network, dtype.itemsize)
     return {

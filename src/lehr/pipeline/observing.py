@@ -40,6 +40,12 @@ def watch(events: Events) -> Callable[[Any], None]:
             events.emit("resumed", text, update=event.update)
         elif isinstance(event, engine.ResumeInexact):
             events.emit("resume_inexact", str(event), reasons=list(event.reasons))
+        elif isinstance(event, engine.OrderUnknown):
+            text = (
+                f"{event.operation} adds in no fixed order on this card: a resumed run may differ "
+                "in last bits from one that was not interrupted"
+            )
+            events.emit("order_unknown", text, operation=event.operation)
         elif isinstance(event, engine.CheckpointSkipped):
             text = f"checkpoint {event.path.name} is not used: {event.reason}"
             events.emit("checkpoint_skipped", text, path=event.path.name, reason=event.reason)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lehr.device import choose
 from lehr.errors import Problem, RecipeError
 from lehr.pipeline.events import Events, Listener
 from lehr.pipeline.files import read_json
@@ -18,6 +19,7 @@ from lehr.pipeline.probing import check_gradients, find_rate
 from lehr.pipeline.run import announce, measured_gates, shown, write_plan
 from lehr.recipe.loading import recipe_notices
 from lehr.recipe.resolve import resumed
+from lehr.training.resources import memory_errors
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,10 @@ def plan(
     if gflops is not None:
         text = "a model folder without weights: this machine's own rate is measured"
         raise RecipeError(Problem("--tflops", text, gflops / 1e3))
+    choose(recipe.device)
     name, folder = place_of(recipe, name, out)
     recipe = resumed(recipe, folder)
-    with claimed(folder, name, fresh=False):
+    with claimed(folder, name, fresh=False), memory_errors():
         events = Events(None, listeners)
         events.emit("run_started", f"plan of {name}: {recipe.model}")
         for notice in recipe_notices(recipe):

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from lehr.device import card_memory, choose
+from lehr.device import prepare as ready
 from lehr.diagnosis.machine import BUSY, choose_precision, describe_machine
 from lehr.diagnosis.planner import (
     forecast,
@@ -85,15 +87,17 @@ def prepare(
             (default: the folder's). write: put plan.json and audits into the folder.
     cache   where encoded rows are kept (default: the folder's .cache)
     """
+    device = choose(recipe.device)
+    ready(device)
     sources = read_all(recipe)
     stored = _readable(stored or read_json(folder / "plan.json"))
-    machine, precision = machine_and_precision(recipe, stored)
+    machine, precision = machine_and_precision(recipe, stored, device)
     events.emit("machine", machine_line(machine, precision), machine=machine, precision=precision)
     texts = partial(corpus, sources)
     base = resolve_spec(recipe.model, recipe.folder)
     doing = "making" if base.kind == "tiny" else "loading"
     events.emit("notice", f"{doing} {recipe.model}", durable=False)
-    bench = Workbench(recipe, folder, precision["value"], texts, events)
+    bench = Workbench(recipe, folder, precision["value"], texts, events, device)
     model = bench.load_base()
     for notice in model.notices:
         events.emit("notice", notice)
@@ -152,15 +156,22 @@ def machine_line(machine: Mapping[str, Any], precision: Mapping[str, Any]) -> st
             f"\nbusy: other programs had the processor for {1 - share:.0%} of the measurement; "
             "the times below are those of a quiet machine"
         )
+    card = ""
+    if machine["accelerator"]:
+        card = (
+            f"{machine['device']}: {machine['accelerator']}, "
+            f"{machine.get('accelerator_gib', 0):.0f} GiB\n"
+        )
     return (
-        f"{machine['cpu']}, {threads}, {machine['memory_gib']:.0f} GiB\n"
+        f"{card}{machine['cpu']}, {threads}, {machine['memory_gib']:.0f} GiB\n"
         f"{precision['value']}: {precision['why']}{busy}"
     )
 
 
 def machine_and_precision(
-    recipe: Any, stored: Mapping[str, Any]
+    recipe: Any, stored: Mapping[str, Any], device: torch.device
 ) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(machine, precision) of plan.json; what `stored` measured of this device is kept."""
     threads = recipe.threads
     if threads != "auto":
         torch.set_num_threads(int(threads))
@@ -168,15 +179,16 @@ def machine_and_precision(
     if len(asked) > 1:
         said = ", ".join(sorted(asked))
         raise RecipeError(Problem("stages", "one precision for all stages of a run", said))
-    machine = describe_machine().as_json()
+    machine = describe_machine(device=device).as_json()
     before = stored.get("machine") or {}
     rates = before.get("gemm_gflops")
     same_run = stored.get("recipe_hash") == recipe_hash(recipe) and stored.get("precision")
     same_machine = all(before.get(name) == machine[name] for name in SAME_MACHINE)
-    if rates and (same_run or same_machine):
+    same_device = before.get("device") == machine["device"]
+    if rates and same_device and (same_run or same_machine):
         machine["gemm_gflops"] = rates  # a share of the processor that was had then is no news
     else:
-        machine = describe_machine(measure=True).as_json()
+        machine = describe_machine(measure=True, device=device).as_json()
     if same_run:
         return machine, dict(stored["precision"])
     requested = asked.pop()
@@ -248,7 +260,8 @@ def settle(
     """
     beyond: list[str] = []
     before = {one.get("settled_for"): one for one in stored.get("stages", [])}
-    limit = _allowed(recipe, MEMORY_SHARE)
+    device = bench.device
+    limit = _allowed(recipe, MEMORY_SHARE, device)
     same = stored.get("recipe_hash") == recipe_hash(recipe)
     parameters = parameter_count(bench.model.network)
     bench.decodes_in_place = settle_decoding(
@@ -307,7 +320,7 @@ def settle(
                     raise
                 planned.micro_batch, planned.micro_batch_why = 1, "the smallest"
         planned.memory = memory(planned.recompute, planned.micro_batch)
-        allowed = limit if earlier is None else max(limit, _allowed(recipe, 1.0))
+        allowed = limit if earlier is None else max(limit, _allowed(recipe, 1.0, device))
         try:
             _require_memory(planned, planned.memory["peak"], allowed)
         except OutOfResources as error:
@@ -366,11 +379,12 @@ def settle(
     return beyond
 
 
-def _allowed(recipe: Any, share: float) -> int:
-    """Bytes that a stage may take: the recipe's limit, else a share of what is free."""
+def _allowed(recipe: Any, share: float, device: torch.device) -> int:
+    """Bytes that a stage may take: the recipe's limit, else a share of what its device has free."""
     if recipe.memory_limit != "auto":
         return int(recipe.memory_limit * 2**30)
-    return int(available_memory() * share)
+    free = card_memory(device) if device.type == "cuda" else available_memory()
+    return int(free * share)
 
 
 def _require_memory(planned: PlannedStage, needed: int, limit: int) -> None:

@@ -7,14 +7,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from lehr.device import CPU
 from lehr.errors import Problem, RecipeError
 from lehr.models.attention_cpu import SHORT
 from lehr.models.probe import probe_pack
 from lehr.models.recompute import Keeps, Kind
 from lehr.models.recompute_costs import BudgetTooSmall, Cost, Costs
+from lehr.models.surroundings import random_state, set_random_state
 
 # A measurement takes about five forward passes: of as many tokens as this allows.
 MEASURED_OPERATIONS = 1e10
@@ -223,7 +224,8 @@ def as_it_will_train(model: Any, adapter: Any) -> Iterator[None]:
     notices, modes = list(model.notices), [(m, m.training) for m in model.modules()]
     kept = [(p, p.data, p.requires_grad) for p in model.network.parameters()]
     all_before, own = model.trains_all, model.adapter is not None
-    random = torch.get_rng_state()
+    devices = list(dict.fromkeys([CPU, model.device]))
+    random = random_state([one for one in devices if one.type != "meta"])
     try:
         if adapter is None:
             for parameter, data, _ in kept:
@@ -251,7 +253,7 @@ def as_it_will_train(model: Any, adapter: Any) -> Iterator[None]:
         for module, training in modes:
             module.training = training
         model.notices[:] = notices
-        torch.set_rng_state(random)
+        set_random_state([one for one in devices if one.type != "meta"], random)
 
 
 def _some(model: Any, ids: Tensor, segment_tokens: int) -> Any:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lehr.device import choose, peak_of_card
 from lehr.errors import Diverged, Interrupted, LehrError, Problem, RecipeError
 from lehr.evaluation.default_gates import PlannedGate
 from lehr.evaluation.forgetting import OwnText
@@ -34,7 +35,7 @@ from lehr.report.html import write_report
 from lehr.report.strategy import write_strategy
 from lehr.report.wording import time_words
 from lehr.training.allocator import keep_freed_memory
-from lehr.training.resources import peak_memory_gib, reset_peak_memory
+from lehr.training.resources import memory_errors, peak_memory_gib, reset_peak_memory
 
 
 def run(
@@ -51,9 +52,10 @@ def run(
     exception here: `ledger.verdict` says it (the command line turns it into status 3).
     Raises RecipeError, OutOfResources, Diverged and Interrupted.
     """
+    choose(recipe.device)
     name, folder = place_of(recipe, name, out)
     recipe = resumed(recipe, folder)
-    with claimed(folder, name, fresh):
+    with claimed(folder, name, fresh), memory_errors():
         keep_freed_memory()
         events = Events(folder / "events.jsonl", listeners)
         events.emit("run_started", f"{name}: {recipe.model} → {shown(folder)}", folder=str(folder))
@@ -229,6 +231,9 @@ class _Run:
         stages = self.ledger.stages
         self.ledger.data["seconds_of_stages"] = round(sum(one["seconds"] for one in stages), 1)
         self.ledger.data["peak_memory_gib"] = round(peak_memory_gib(), 2)
+        if self.bench.device.type == "cuda":
+            peak = peak_of_card(self.bench.device) / 2**30
+            self.ledger.data["peak_accelerator_gib"] = round(peak, 2)
         self.ledger.save()
 
     def _close(self, verdict: str, text: str) -> None:

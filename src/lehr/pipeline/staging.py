@@ -259,7 +259,8 @@ def heldout_loss(model: Any, encoded: Sequence[Encoded], pack_length: int) -> fl
     with torch.no_grad():
         for one in pack(list(enumerate(encoded)), pack_length, model.packs_exactly):
             stats = model.token_stats(model.hidden(one), one.predict_from, one.targets)
-            total -= float((stats.log_probability.double() * one.weights.double()).sum())
+            own = stats.log_probability.double().cpu()
+            total -= float((own * one.weights.double()).sum())
             count += float(one.weights.sum())
     model.train(was_training)
     return total / max(count, 1.0)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lehr.data.encoding import Encoder
 from lehr.data.templates import Template
+from lehr.device import CPU
 from lehr.errors import Problem, RecipeError
 from lehr.generation.admission import decode_in_place
 from lehr.models.language_model import LanguageModel
@@ -39,7 +40,9 @@ class Workbench:
         precision: str,
         corpus: Callable[[], Iterable[str]],
         events: Events,
+        device: torch.device = CPU,
     ) -> None:
+        self.device = device
         self.recipe = recipe
         self.run_folder = run_folder
         self.precision = precision
@@ -168,7 +171,7 @@ class Workbench:
         return self.recipe.model, self.recipe.folder, template
 
     def in_fp32(self, state: State) -> LanguageModel:
-        """A model of its own, in fp32 arithmetic, that is `state`: what an export must equal."""
+        """A model of its own, on the CPU in fp32, that is `state`: what an export must equal."""
         spec, folder, template = self.whereabouts(state.weights)
         model = load_model(
             spec,
@@ -211,6 +214,7 @@ class Workbench:
             all_weights=trained,
             four_bits=self.four_bits,
             progress=lambda line: self.events.emit("notice", line),
+            device=self.device,
         )
         self._model.packs_exactly = self.packs_exactly
         decode_in_place(self._model.network, self.decodes_in_place)

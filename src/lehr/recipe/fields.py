@@ -135,6 +135,16 @@ def _word(value: str) -> str:
     return value
 
 
+def _device(value: str) -> str:
+    if value == "mps":
+        raise refused(
+            "auto, cpu, cuda or cuda:N (Apple's mps has no float64, which sums need here)"
+        )
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value):
+        raise refused("auto, cpu, cuda, or cuda:N with the number of a card, as in cuda:0")
+    return value
+
+
 def _power_of_two(value: float) -> float:
     if not math.isfinite(value) or value <= 0 or math.frexp(value)[0] != 0.5:
         raise refused("a power of two, such as 65536: then scaling is exact")
@@ -182,6 +192,7 @@ Length = Annotated[int, Field(ge=2), AfterValidator(_at_most(10**8)), BeforeVali
 Epochs = Annotated[float, Field(gt=0), AfterValidator(_at_most(10**6)), BeforeValidator(as_number)]
 Truth = Annotated[bool, BeforeValidator(as_truth)]
 Text = Annotated[str, AfterValidator(_word)]
+DeviceName = Annotated[str, AfterValidator(_device)]
 Name = Annotated[str, Field(pattern=r"^[\w-]+$")]
 AutoCount = Literal["auto"] | Count
 AutoThreads = Literal["auto"] | Threads

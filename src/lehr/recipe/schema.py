@@ -23,6 +23,7 @@ from lehr.recipe.fields import (
     AutoThreads,
     BelowOne,
     Count,
+    DeviceName,
     Epochs,
     Length,
     Name,
@@ -433,9 +434,10 @@ class Gates(Section):
     items: Count = Field(default=400, description="budget of items of a suite")
 
 
-class Recipe(Section):
+class Recipe(Grown):
     """A validated run. Made by `load_recipe`, `loads` or `recipe_from`."""
 
+    LATER = ("device",)
     model: Text = Field(description="name for lehr fetch, hub id, folder, .gguf file, or tiny:SIZE")
     template: Text = Field(default="auto", description="auto, chatml, or a Jinja file")
     system: Literal["keep", "merge", "drop"] = Field(
@@ -449,7 +451,10 @@ class Recipe(Section):
     )
     seed: Whole = Field(default=0, ge=0, lt=2**63)
     threads: AutoThreads = "auto"
-    memory_limit: Literal["auto"] | Positive = Field(default="auto", description="GiB")
+    device: DeviceName = Field(default="auto", description="auto, cpu, cuda or cuda:N: what trains")
+    memory_limit: Literal["auto"] | Positive = Field(
+        default="auto", description="GiB of that device"
+    )
     trust_remote_code: Truth = Field(
         default=False, description="run Python code that a model folder brings; in the ledger"
     )

@@ -90,7 +90,7 @@ def _summed(
     found: Reference = {}
     for one in pack(items, pack_length, packing):
         stats = model.token_stats(model.hidden(one), one.predict_from, one.targets)
-        sums = one.sequence_sum(stats.log_probability.double())
+        sums = one.sequence_sum(stats.log_probability.double().cpu())
         for place, item in enumerate(one.items):
             chosen, rejected = sums[one.sequence_example == place].tolist()
             found[item] = (chosen, rejected)

@@ -20,7 +20,9 @@ from torch import nn
 
 from lehr import ranks
 from lehr.data.shapes import Pack
+from lehr.device import CPU, synchronise
 from lehr.errors import Interrupted, Problem, RecipeError
+from lehr.models.surroundings import random_state, set_random_state
 from lehr.objectives.base import Objective
 from lehr.streams import content_hash
 from lehr.training import events, gradients
@@ -38,6 +40,7 @@ from lehr.training.metrics import MetricsFile, strict
 from lehr.training.noise_meter import NoiseMeter
 from lehr.training.numerics import Numerics
 from lehr.training.optimizers import GroupRule, make_optimizer, set_rate
+from lehr.training.order import FixedOrder
 from lehr.training.progress import Progress, TrainingResult, result_of
 from lehr.training.quarantine import Quarantine
 from lehr.training.restarts import Restarts
@@ -94,6 +97,8 @@ class Engine:
         self._objective, self._batches, self._merge = objective, batches, merge
         self._seed_names, self._observers, self._evaluate = seed_names, observers, evaluate
         self._trained = trained_parameters(model, settings.precision)
+        self._device = next(iter(self._trained.values())).device
+        self._order = FixedOrder(self._device, self._emit)
         self._buffers = running_buffers(model)
         self.numerics = Numerics(model, self._trained, settings, seed_names)
         self._norms = BatchNorms(model, settings.batch_norm, self._emit)
@@ -207,6 +212,7 @@ class Engine:
             columns, fallen = self.numerics.applied(self.progress.update)
             steps |= columns
         gradients.clear(self._trained)
+        synchronise(self._device)  # else the next update would be charged for what is under way
         seconds = time.perf_counter() - started
         self.progress.seconds += seconds
         row = {
@@ -270,19 +276,20 @@ class Engine:
     def _backward(self, data: Taken) -> Verdict:
         """All backward passes of the update; says what is not finite, changes no weight."""
         self.numerics.begin_attempt()
-        done = accumulate(
-            self.model,
-            self._objective,
-            data.micro_batches,
-            data.weights,
-            data.denominator,
-            (*self._seed_names, "update", self.progress.update),
-            self.settings.precision,
-            self._may_stop_inside,
-            self.numerics.scaled,
-            self._norms.counting,
-            self._noise.seen(self.progress.update + 1),
-        )
+        with self._order():
+            done = accumulate(
+                self.model,
+                self._objective,
+                data.micro_batches,
+                data.weights,
+                data.denominator,
+                (*self._seed_names, "update", self.progress.update),
+                self.settings.precision,
+                self._may_stop_inside,
+                self.numerics.scaled,
+                self._norms.counting,
+                self._noise.seen(self.progress.update + 1),
+            )
         self._flow.name_missing()
         gradients.sum_over_ranks(self._trained)
         self.numerics.unscale()
@@ -464,7 +471,8 @@ class Engine:
     def _surroundings(self) -> Iterator[None]:
         """Train mode inside; modes and the global random state as before outside."""
         modes = _modes(self.model)
-        random_state = torch.get_rng_state()
+        devices = list(dict.fromkeys([CPU, self._device]))
+        before = random_state(devices)
         self.model.train()
         try:
             yield
@@ -472,7 +480,7 @@ class Engine:
             self.numerics.restore()
             gradients.clear(self._trained)
             self._metrics.close()
-            torch.set_rng_state(random_state)
+            set_random_state(devices, before)
             _set_modes(modes)
 
 

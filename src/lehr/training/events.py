@@ -76,6 +76,13 @@ class UpdateDone(Event):
 
 
 @dataclass(frozen=True)
+class OrderUnknown(Event):
+    """`operation` adds in no fixed order on this card: a resume may differ in last bits."""
+
+    operation: str
+
+
+@dataclass(frozen=True)
 class RunDone(Event):
     """The last event of a run that came to its end. spans: as of UpdateDone, since the last."""
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import torch
 
 from lehr.errors import OutOfResources, Problem
 
@@ -80,6 +81,20 @@ def reset_peak_memory() -> bool:
     except OSError:
         return False
     return True
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Turn a card's "out of memory" inside the block into OutOfResources."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        first = str(error).strip().splitlines()[0]
+        expected = (
+            f"more memory than the card had ({first}); lower max_length or pack_length, turn "
+            "recompute on, set memory_limit lower, or say device: cpu"
+        )
+        raise OutOfResources(Problem("memory of the card", expected)) from error
 
 
 @contextmanager

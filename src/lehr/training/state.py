@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lehr import ranks
+from lehr.device import name_of
 from lehr.errors import Problem, RecipeError
 from lehr.models.precision import trained_dtype
 from lehr.training.batch_norm import batch_norms
@@ -138,11 +139,14 @@ def _named(optimizer: Optimizer) -> dict[str, Parameter]:
 
 def environment(trained: Mapping[str, Parameter]) -> dict[str, Any]:
     """What the bits of an update depend on besides the recipe."""
+    device = next(iter(trained.values())).device
+    card = {"accelerator": name} if (name := name_of(device)) else {}
     return {
+        **card,
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),
-        "device": str(next(iter(trained.values())).device),
+        "device": str(device),
         "ranks": ranks.world_size(),
         "versions": {package: _version(package) for package in _PACKAGES},
     }
