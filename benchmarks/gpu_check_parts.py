@@ -30,12 +30,14 @@ from benchmarks.gpu_check_rows import (
     sft_rows,
     some_ids,
 )
+from benchmarks.gpu_check_run import part_run
 from benchmarks.policy_speed import Sampled, gaps_of
 from lehr.data.loader import UpdateBatches
 from lehr.data.packing import merge, pack
 from lehr.data.shapes import Encoded
 from lehr.diagnosis.machine import measure_gemm
 from lehr.models.attention import attention_by_autograd
+from lehr.models.attention_padded import padded_attention
 from lehr.models.language_model import LanguageModel
 from lehr.models.precision import loaded_dtype
 from lehr.models.segments import plan_segments
@@ -273,7 +275,7 @@ def part_grpo(where: Where) -> list[Row]:
 
 
 def part_attention(where: Where) -> list[Row]:
-    """One layer forward and backward over a pack: per segment, and one kernel over whole rows."""
+    """One layer forward and backward over a pack, in every way that there is."""
     size = where.size
     one = pack(list(enumerate(sft_rows(size, size.rows))), size.pack)[0]
     plan = plan_segments(one.segments, one.tokens)
@@ -288,18 +290,49 @@ def part_attention(where: Where) -> list[Row]:
     def by_segment() -> torch.Tensor:
         return attention_by_autograd(query, key, value, plan, scale)
 
+    def in_batches() -> torch.Tensor:
+        return padded_attention(query, key, value, plan, scale)
+
+    ends = [0, *(span.start + span.length for span in plan.spans)]
+    borders = torch.tensor(ends, dtype=torch.int32, device=where.device)
+    longest = max(span.length for span in plan.spans)
+
+    def variable() -> torch.Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        rows = [each.transpose(0, 1) for each in (query, key, value)]
+        found: torch.Tensor = varlen_attn(
+            *rows, borders, borders, longest, longest, scale=scale, window_size=(-1, 0),
+            enable_gqa=True,
+        )  # fmt: skip
+        return found
+
     def whole() -> torch.Tensor:
         repeats = size.heads // size.keys
         keys, values = (each.repeat_interleave(repeats, 0)[None] for each in (key, value))
         return F.scaled_dot_product_attention(query[None], keys, values, is_causal=True)
 
     rows = []
-    for name, run in (("per segment", by_segment), ("one row, no isolation", whole)):
+    ways = {
+        "padded batches, as it trains": in_batches,
+        "per segment": by_segment,
+        "one row, no isolation": whole,
+    }
+    if where.device == "cuda":  # what torch has for this, to be compared before it is used
+        ways["varlen_attn"] = variable
+    for name, run in ways.items():
         begin_memory(where)
-        rate = one.tokens / seconds_of(where, run)
-        row = Row("attention", name, rate=rate, peak_gib=peak_gib(where))
-        row.note = f"{len(plan.spans)} segments, {one.tokens} tokens, one layer"
+        row = Row("attention", name)
         rows.append(row)
+        try:
+            row.rate = one.tokens / seconds_of(where, run)
+        except (ImportError, RuntimeError, ValueError) as error:
+            if name != "varlen_attn":  # nothing here trains by it
+                raise
+            row.note = f"cannot be had: {(str(error).strip() or 'no message').splitlines()[0]}"
+            continue
+        row.peak_gib = peak_gib(where)
+        row.note = f"{len(plan.spans)} segments, {one.tokens} tokens, one layer"
     return rows
 
 
@@ -402,4 +435,5 @@ PARTS: dict[str, Callable[[Where], list[Row]]] = {
     "attention": part_attention,
     "bf16": lambda where: part_long(where, "bf16"),
     "fp8": lambda where: part_long(where, "fp8"),
+    "run": part_run,
 }

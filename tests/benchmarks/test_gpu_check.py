@@ -15,7 +15,8 @@ from benchmarks import gpu_check, gpu_check_parts
 
 def test_every_part_runs_and_what_is_equal_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """Losses of SFT, DPO and sampling are compared with the plain network's inside."""
-    assert main(["--toy", "--in-process"]) == 0
+    parts = [part for part in PARTS if part != "run"]  # test_gpu_check_run has it
+    assert main(["--toy", "--in-process", "--parts", *parts]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("**")  # the machine's name comes first
     for text in ("SFT, LoRA", "fp32 loss", "DPO, LoRA", "GRPO update", "lehr, fp8", "products"):
@@ -80,9 +81,9 @@ def test_the_parts_run_in_processes_of_their_own() -> None:
     assert row.system == "torch" and "TFLOP/s" in row.note
 
 
-def test_all_parts_together_take_less_than_eight_minutes() -> None:
+def test_all_parts_together_take_less_than_ten_minutes() -> None:
     assert BUDGETS.keys() == PARTS.keys()
-    assert sum(BUDGETS.values()) <= 8 * 60
+    assert sum(BUDGETS.values()) <= 10 * 60
 
 
 def test_the_network_has_a_billion_parameters() -> None:
