@@ -64,6 +64,11 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def run_part(part: str, options: argparse.Namespace, device: str) -> list[Row]:
+    import torch
+
+    from lehr.device import prepare
+
+    prepare(torch.device(device, 0) if device == "cuda" else torch.device(device))
     until = time.perf_counter() + OWN_SHARE * BUDGETS[part]
     size = TOY if options.toy else FULL
     where = Where(device, size, until, options.peer_python or sys.executable)

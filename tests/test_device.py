@@ -103,4 +103,8 @@ def test_a_card_is_made_ready(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_operation_without_an_order_is_named() -> None:
     error = RuntimeError("put_ does not have a deterministic implementation, but you set ...")
     assert without_order(error) == "put_"
+    cublas = "this operation is not deterministic because it uses CuBLAS and you have CUDA >= 10.2"
+    assert (
+        without_order(RuntimeError(f"Deterministic behavior was enabled, but {cublas}")) == "CuBLAS"
+    )
     assert without_order(RuntimeError("CUDA error: out of memory")) == ""

@@ -97,6 +97,7 @@ def repeatable(device: torch.device, wanted: bool = True) -> Iterator[None]:
         yield
         return
     memory: Any = torch.utils.deterministic
+    os.environ.setdefault(*_WORKSPACE)  # for those who come without `prepare`
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = memory.fill_uninitialized_memory
@@ -118,6 +119,8 @@ def without_order(error: RuntimeError) -> str:
     ''
     """
     found = re.match(r"(\S+) does not have a deterministic", str(error))
+    if found is None and "not deterministic because it uses CuBLAS" in str(error):
+        return "CuBLAS"
     return found[1] if found else ""
 
 

@@ -121,6 +121,14 @@ def test_what_a_layer_of_qwen3_keeps(tmp_path):
     assert cost["kept_bytes"] == cost["tokens"] * by_hand
 
 
+def test_a_card_that_is_not_here_may_be_planned_for(tmp_path):
+    """Nothing trains here: the recipe's device is that of another machine."""
+    small = {**LLAMA_8B, "num_hidden_layers": 1, "vocab_size": 1000, "hidden_size": 512}
+    plain = forecast(tmp_path, small, "lora")
+    found = forecast(tmp_path, small, "lora", device="cuda")
+    assert found.as_json()["memory"] == plain.as_json()["memory"]
+
+
 def test_llama_8b_with_all_weights_does_not_fit_and_says_what_it_needs(tmp_path):
     found = forecast(tmp_path, LLAMA_8B, "none", memory_limit=80, stages=ONE)
     memory = found.as_json()["memory"]
