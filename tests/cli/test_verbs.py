@@ -291,8 +291,8 @@ def test_export_that_is_not_what_was_trained(lehr, finished, monkeypatch):
 
     read_plain = exporting.read_plain
 
-    def spoilt(path: Path, kind: str) -> Any:
-        network, tokenizer = read_plain(path, kind)
+    def spoilt(path: Path, kind: str, *how: Any) -> Any:
+        network, tokenizer = read_plain(path, kind, *how)
         network.get_input_embeddings().weight.data.mul_(1.1)
         return network, tokenizer
 

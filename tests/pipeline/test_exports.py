@@ -65,8 +65,8 @@ def spoil(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One weight of the written file is not the trained one."""
     read_plain = exporting.read_plain
 
-    def spoilt(path: Path, asked: str) -> Any:
-        network, tokenizer = read_plain(path, asked)
+    def spoilt(path: Path, asked: str, *how: Any) -> Any:
+        network, tokenizer = read_plain(path, asked, *how)
         if asked == kind:
             name, weight = next(
                 (name, p) for name, p in network.named_parameters() if "q_proj" in name
@@ -96,8 +96,8 @@ def test_an_export_that_is_not_what_was_trained_is_refused(finished, kind, monke
 def test_other_ids_are_a_gap(finished, monkeypatch):
     read_plain = exporting.read_plain
 
-    def other_template(path: Path, kind: str) -> Any:
-        network, tokenizer = read_plain(path, kind)
+    def other_template(path: Path, kind: str, *how: Any) -> Any:
+        network, tokenizer = read_plain(path, kind, *how)
         tokenizer.chat_template = tokenizer.chat_template.replace("assistant", "model")
         return network, tokenizer
 
