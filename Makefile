@@ -10,7 +10,7 @@ help:
 	@echo "make demo   install and run the main job on a tiny embedded example (about 6 minutes)"
 	@echo "make test   install with the test tools, lint, type-check, run the tests"
 	@echo "make bench  measure lehr's speed on this machine"
-	@echo "make gpu-check  the same on a CUDA card, with bf16 and FP8 (at most 10 minutes)"
+	@echo "make gpu-check  the same on a CUDA card, with bf16 and FP8 (at most 8 minutes)"
 	@echo "make clean  remove .venv, caches and runs/demo"
 
 # torch goes first and alone: an unpinned torch may pull a build of several GB.
