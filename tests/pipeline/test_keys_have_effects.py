@@ -402,6 +402,14 @@ def test_adapter_keys_stand_in_the_adapters_config(run_dir):
     assert sorted(config["target_modules"]) == ["q_proj", "v_proj"]
 
 
+def test_qlora_lays_the_base_out_in_four_bits(work):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: lehr[quant]")
+    plain, _ = planned(work, sft())
+    four, _ = planned(work, sft() | {"adapter": {"kind": "qlora"}})
+    assert four["model"]["four_bits"] == "nf4" and "four_bits" not in plain["model"]
+    assert four["model"]["weight_bytes"] < plain["stages"][0]["memory"]["weights"]
+
+
 def test_kind_none_trains_all_weights(run_dir):
     recipe = sft() | {"adapter": {"kind": "none"}, "export": "merged"}
     place = trained(run_dir, "changed", recipe)
