@@ -7,10 +7,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lehr.diagnosis.planner import (
+    Load,
     Shape,
     activation_bytes_per_token,
     decoding_bytes,
     forecast,
+    head_bytes,
     kv_cache_bytes,
     operations_per_update,
     resident_bytes,
@@ -75,16 +77,20 @@ def test_components_in_closed_form() -> None:
     everything = plan(1_000_000)
     assert everything["adapters"] == 0 and everything["optimizer"] == 8_000_000
     assert plan(10_000, precision="bf16")["weights"] == 2_000_000
-    assert plan(1_000_000, precision="bf16")["weights"] == 6_000_000
+    mixed = plan(1_000_000, precision="bf16")
+    assert (mixed["weights"], mixed["casts"]) == (4_000_000, 2 * Shape.of(CONFIG).products)
+    assert "casts" not in everything and "casts" not in lora
     assert plan(1_000_000, precision="fp8") == plan(1_000_000, precision="bf16")
     pure = plan(1_000_000, precision="pure_bf16")
     assert (pure["weights"], pure["gradients"], pure["update"]) == (2_000_000, 2_000_000, 8_000_000)
-    assert plan(10_000, head_chunk=16)["head"] == 16 * 500 * 12
+    assert plan(10_000, head_chunk=16)["head"] == 16 * 500 * 4 + 256 * 2 * 4 * 64
     # Decoding copies 4 MB of weights, less what only an update needs.
-    let_go = sum(lora[name] for name in ("gradients", "activations", "head"))
+    let_go = sum(lora[name] for name in ("gradients", "activations", "head", "backward"))
     assert lora["decoding"] == max(0, 4_000_000 - let_go)
     small = plan(10_000, head_chunk=16, activation_bytes=1_000)
-    assert small["decoding"] == 4_000_000 - 40_000 - 1_000 - small["head"] > 0
+    # 256 tokens: two tensors of 160 fp32 numbers each, where the head's chunk takes less.
+    assert small["head"] + small["backward"] == 256 * 2 * 4 * 160
+    assert small["decoding"] == 4_000_000 - 40_000 - 1_000 - 256 * 2 * 4 * 160 > 0
     assert resident_bytes(lora) > lora["peak"]
 
 
@@ -97,11 +103,56 @@ def test_what_decoding_needs_in_closed_form() -> None:
     assert decoding_bytes(wide, "fp32", packed=False) == 3 * 4 * (2 + 1) * 8192 * 160
     assert kv_cache_bytes(CONFIG, 5, 7, "bf16") == 2 * 3 * 32 * 2 * 5 * 7
     small = {"head_chunk": 16, "activation_bytes": 1_000}
-    let_go = 40_000 + 1_000 + 16 * 500 * 12
-    found = plan(10_000, decoding_bytes=100_000, kv_cache_bytes=50_000, **small)
-    assert (found["decoding"], found["kv_cache"]) == (0, 50_000 - (let_go - 100_000))
-    found = plan(10_000, decoding_bytes=200_000, kv_cache_bytes=50_000, **small)
-    assert (found["decoding"], found["kv_cache"]) == (200_000 - let_go, 50_000)
+    let_go = 40_000 + 1_000 + 256 * 2 * 4 * 160
+    found = plan(10_000, decoding_bytes=350_000, kv_cache_bytes=50_000, **small)
+    assert (found["decoding"], found["kv_cache"]) == (0, 50_000 - (let_go - 350_000))
+    found = plan(10_000, decoding_bytes=400_000, kv_cache_bytes=50_000, **small)
+    assert (found["decoding"], found["kv_cache"]) == (400_000 - let_go, 50_000)
+
+
+def test_the_head_in_closed_form() -> None:
+    """10 rows of 300 words of width 8: 3,000 logits, a matrix of 2,400 numbers."""
+    frozen = {"rows": 10, "vocabulary": 300, "width": 8, "trained": False}
+    assert head_bytes(**frozen, weight_bytes=4, product_bytes=4) == 3000 * 4
+    # Nine logits a row are summed again, from two fp32 rows of 8 each and the state itself.
+    again = 10 * 4 * 8 * (2 * 9 + 1)
+    narrow = {"weight_bytes": 2, "product_bytes": 2}
+    assert head_bytes(**frozen, **narrow) == 3000 * 4 + max(3000 * 2, again) == 18_080
+    assert head_bytes(**frozen | {"vocabulary": 3000}, **narrow) == 30_000 * (4 + 2)
+    assert head_bytes(**frozen, **narrow, pairs=70) == 18_080 + 70 * 2 * 2 * 8
+    assert head_bytes(**frozen, weight_bytes=2, product_bytes=4) == 3000 * 4 + 2400 * 4
+    trained = frozen | {"trained": True}
+    # fp32: the weight's gradient and three tensors of a chunk, or two and what the chunk adds.
+    both = (12 * 3000, 8 * 3000 + 4 * 2400)
+    assert head_bytes(**trained, weight_bytes=4, product_bytes=4) == 4 * 2400 + max(both)
+    late = 10 * 3000 + 6 * 2400
+    assert head_bytes(**trained, weight_bytes=4, product_bytes=2) == 6 * 2400 + late
+
+
+def test_phases_in_closed_form() -> None:
+    """What passes lives beside what lasts; the largest phase decides."""
+    sizes = {"activation_bytes": 700_000, "head_chunk": 16, "decoding_bytes": 0}
+    lasting = 4_000_000 + 4 * 40_000  # weights; adapter, reference, two moments
+    first = 256 * 2 * 4 * 160
+    many = plan(10_000, **sizes)
+    assert many["peak"] == lasting + 700_000 + first + 40_000, "gradients beside activations"
+    one = plan(10_000, **sizes, load=Load(256, 256, micro_batches=1))
+    assert one["peak"] == lasting + 700_000 + first, "gradients come when activations go"
+    assert one["reused"] == -40_000 and many["reused"] == 0
+    # All weights: 4 MB of gradients are more than the forward pass.
+    little = plan(1_000_000, **sizes, load=Load(8, 8, 1))
+    embedding = 500 * 64 * 4
+    assert little["peak"] == 4_000_000 * 3 + 4_000_000 + embedding
+    # Of 700,000 bytes 300,000 are those of a block computed again, when the head is done.
+    again = plan(10_000, **sizes, working_bytes=300_000)
+    assert again["peak"] == many["peak"]
+    wide = sizes | {"head_chunk": 250}
+    head = 250 * 500 * 4 + 256 * 2 * 4 * 64
+    assert plan(10_000, **wide)["peak"] == lasting + 40_000 + 700_000 + head
+    beside = plan(10_000, **wide, working_bytes=400_000)["peak"]
+    assert beside == lasting + 40_000 + 300_000 + max(head, 400_000 + first)
+    slack = plan(10_000, **sizes, slack_share=0.5)
+    assert slack["slack"] == (many["peak"] - lasting) // 2 == slack["peak"] - many["peak"]
 
 
 def test_grows_with_the_right_things() -> None:

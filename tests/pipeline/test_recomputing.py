@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 import torch
 from tests.pipeline.small import go, lora_recipe, metrics, read, stage, weights, write_recipe
 from tests.pipeline.test_interrupted import interrupted
 
-from lehr.errors import RecipeError
+from lehr.diagnosis.planner import LASTING
+from lehr.errors import OutOfResources, RecipeError
 from lehr.models.loading import load_model
 from lehr.models.recompute_costs import Cost
 from lehr.pipeline import planning
@@ -48,27 +50,47 @@ def test_the_plan_reports_every_choice(work):
     assert entry["memory"]["activations"] == report["budget 0.5"]["peak_bytes"]
 
 
-def test_auto_takes_the_cheapest_that_fits(work):
-    """Tighter and tighter limits: none, selective, a budget between, full."""
+def test_auto_takes_the_cheapest_that_fits(work, monkeypatch):
+    """Less and less room: none, selective, a budget between, full."""
     keys = {"stage": {"micro_batch": 6, "max_length": 64}}
     free = planned(work, "auto", **keys)
     assert free["recompute"] == "none" and "fits" in free["recompute_why"]
     costs = {name: Cost(**cost) for name, cost in free["recompute_costs"].items()}
-    rest = free["memory"]["peak"] - free["memory"]["activations"]
-    tokens = 6 * 64
-
-    def limit(activations):
-        return {"memory_limit": (rest + activations) / 2**30, **keys}
-
-    peaks = {name: cost.bytes_of(tokens) for name, cost in costs.items()}
+    peaks = {line["choice"]: line["peak_bytes"] for line in free["recompute_report"]}
     assert peaks["full"] < peaks["selective"] < peaks["none"]
-    found = [planned(work, "auto", **limit(peaks["none"] - 4096))]
-    found.append(planned(work, "auto", **limit((peaks["selective"] + peaks["full"]) / 2)))
-    found.append(planned(work, "auto", **limit(peaks["full"] + 2)))
+
+    def within(room):
+        monkeypatch.setattr(planning, "room_for_activations", lambda *_: int(room))
+        return planned(work, "auto", memory_limit=15 + room / 2**30, **keys)
+
+    found = [within(peaks["none"] - 4096), within((peaks["selective"] + peaks["full"]) / 2)]
+    found.append(within(peaks["full"] + 2))
     assert [found[0]["recompute"], found[2]["recompute"]] == ["selective", "full"]
     assert costs["full"].kept_bytes / costs["none"].kept_bytes < found[1]["recompute"]["budget"] < 1
     for entry in found:
         assert entry["memory"]["activations"] <= peaks["none"]
+
+
+def test_tighter_limits_are_kept_by_micro_batches_and_recomputation(work, monkeypatch):
+    """The update stays what it is; a limit that nothing meets is refused with one that would."""
+    monkeypatch.setattr(planning, "DECODED", 1)
+    monkeypatch.setattr(planning, "decoding_bytes", lambda *_: 0)
+    free = planned(work, "auto")
+    held = {}
+    for share in (0.8, 0.35, 0.27):
+        least = sum(free["memory"][one] for one in LASTING)
+        limit = least + share * (free["memory"]["peak"] - least)
+        held[share] = planned(work, "auto", memory_limit=limit / 2**30)
+        assert held[share]["memory"]["peak"] <= limit
+        assert held[share]["tokens_per_update"] == free["tokens_per_update"]
+    assert [one["micro_batch"] for one in held.values()] == [2, 1, 1] != [free["micro_batch"]]
+    assert [one["recompute"] for one in held.values()][::2] == ["none", "full"]
+    assert 0 < held[0.35]["recompute"]["budget"] < 1
+    with pytest.raises(OutOfResources) as refused:
+        planned(work, "auto", memory_limit=0.0001)
+    (would_do,) = re.findall(r"memory_limit that would do is (\d+\.\d+)", str(refused.value))
+    fits = planned(work, "auto", memory_limit=float(would_do))
+    assert fits["memory"]["peak"] <= float(would_do) * 2**30
 
 
 def test_settled_once_and_read_back(work, monkeypatch):

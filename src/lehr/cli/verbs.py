@@ -168,7 +168,7 @@ def print_plan(console: Console, found: Any) -> None:
             f"micro-batch {stage['micro_batch']} ({stage['micro_batch_why']})"
         )
         for name, amount in sorted(parts.items(), key=lambda part: -part[1]):
-            if amount >= MENTIONED * sum(parts.values()):
+            if abs(amount) >= MENTIONED * sum(parts.values()):
                 console.print(f"  {name:>12} {amount / 2**30:8.2f} GiB")
     if found.plan["gates"]:
         console.print("\n[bold]gates[/]")

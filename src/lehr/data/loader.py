@@ -15,7 +15,7 @@ import torch
 
 from lehr import ranks
 from lehr.data.mixture import checked_shares, next_source
-from lehr.data.packing import pack
+from lehr.data.packing import best_fit_decreasing, pack
 from lehr.data.shapes import Encoded, Pack
 from lehr.errors import Problem, RecipeError
 from lehr.streams import content_hash, generator_for
@@ -230,6 +230,26 @@ class UpdateBatches:
         ]
         packs = pack(items, self._pack_length, self._packing)
         return packs[self._rank :: self._world]
+
+    def next_sizes(self) -> list[tuple[int, int]]:
+        """(tokens, predicted positions) of the packs that `next` would give; makes none."""
+        draws = self.loader.next()
+        tokens = [self._tokens[name][index] for name, index in draws]
+        pairs = [self._supervised[name][index] for name, index in draws]
+        bins = [[place] for place in range(len(draws))]
+        if self._packing:
+            bins = best_fit_decreasing(tokens, self._pack_length)
+        sizes = [
+            (sum(tokens[place] for place in places), sum(pairs[place] for place in places))
+            for places in bins
+        ]
+        return sizes[self._rank :: self._world]
+
+    @cached_property
+    def _supervised(self) -> dict[str, list[int]]:
+        return {
+            name: [one.supervised_tokens for one in part] for name, part in self._encoded.items()
+        }
 
     def items(self) -> list[tuple[int, Encoded]]:
         """All (dataset item, example) of all sources, in order: what reference caches walk."""

@@ -72,6 +72,7 @@ class LanguageModel(nn.Module):
         self.stored_dtype = stored_dtype
         self.precision = precision
         self.trains_all = False
+        self.head_chunk: int | None = None  # predicted positions whose logits exist at once
         self._recomputation: Recomputation | None = None
         self._attention_watch: AttentionWatch | None = None
         self.packs_exactly = True  # False: sequences are computed one by one (admission)
@@ -128,7 +129,13 @@ class LanguageModel(nn.Module):
     ) -> TokenStats:
         """Per-pair statistics [R] of hidden states [T, d] through the fused head."""
         return token_stats(
-            hidden, predict_from, targets, self.head(), entropy=entropy, argmax=argmax
+            hidden,
+            predict_from,
+            targets,
+            self.head(),
+            entropy=entropy,
+            argmax=argmax,
+            chunk=self.head_chunk,
         )
 
     def divergence(

@@ -37,11 +37,20 @@ from lehr.pipeline.float8_export import chosen_layers
 from lehr.pipeline.four_bits import forecast_keys, model_keys, settle_decoding
 from lehr.pipeline.guarding import quarantine_of
 from lehr.pipeline.keys import base_key
+from lehr.pipeline.memory_limits import (
+    SMALLEST_CHUNK,
+    cast_parameters,
+    product_bytes,
+    require_fit,
+    room_for_activations,
+    settle_chunk,
+    slack_share,
+)
 from lehr.pipeline.precision import require_precision
 from lehr.pipeline.recomputing import Settled, settle_recompute
 from lehr.pipeline.sources import EncodedSource, ReadSource, corpus, encode_source, read_all
 from lehr.pipeline.stage_audit import finding_words, write_audit
-from lehr.pipeline.staging import PlannedStage, planned_stage, settle_micro_batch
+from lehr.pipeline.staging import PlannedStage, load_of, planned_stage, settle_micro_batch
 from lehr.pipeline.workbench import Workbench
 from lehr.recipe.loading import recipe_hash, stage_part
 from lehr.streams import content_hash
@@ -50,8 +59,6 @@ from lehr.training.resources import available_memory, require_disk
 from lehr.training.schedules import as_updates
 
 SAME_MACHINE = ("cpu", "capability", "threads", "device", "accelerator")
-# What an update leaves when its backward pass is over, or an evaluation when it has decoded.
-NOT_LASTING = ("activations", "decoding", "kv_cache", "peak")
 DECODED, DECODED_TOKENS = 64, 256  # sequences that an evaluation decodes together, at most
 MEMORY_SHARE = 0.8  # of what is free: the rest is the system's and the allocator's
 EMULATED_FLOAT8_FACTOR = 2.0  # measured on a 9 M model: benchmarks/training_core.py
@@ -287,7 +294,7 @@ def settle(
         packs = planned.first_packs(recipe.seed)
         tokens = sum(one.tokens for one in packs)
         longest = max(int(one.segments.length.max()) for one in packs)
-        memory = partial(_memory, bench, sizes, precision, planned.pack_length)
+        memory = partial(_memory, bench, sizes, precision, planned, recipe.seed)
         parts = [stage_part(recipe, planned.index), precision, recipe.memory_limit]
         planned.settled_for = content_hash(parts)[:20]
         settled = before.get(planned.settled_for)
@@ -297,20 +304,29 @@ def settle(
             planned.recompute = earlier
             planned.micro_batch = settled["micro_batch"]
             planned.micro_batch_why = settled["micro_batch_why"]
+            planned.head_chunk = settled.get("head_chunk")
         else:
             several = 1 if stage.micro_batch == "auto" else int(stage.micro_batch)
-            without = memory(None, several)
+            load = load_of(planned.pack_sizes(recipe.seed), several)
+            without = memory(None, several, SMALLEST_CHUNK)
             planned.recompute = settle_recompute(
                 bench.model,
                 stage,
                 trains_all=planned.trains_all,
-                ids=packs[0].ids,
-                segment_tokens=longest,
-                room=limit - sum(without[one] for one in without if one not in NOT_LASTING),
-                tokens=several * planned.pack_length,
+                packs=packs,
+                room=room_for_activations(
+                    without, limit, slack_share(bench.model), load.micro_batches > 1
+                ),
+                tokens=load.tokens,
                 where=f"stages.{planned.index}.recompute",
             )
-            estimate = partial(_peak, memory, planned.recompute)
+            planned.head_chunk = settle_chunk(
+                bench.model.vocabulary_size,
+                load.pairs,
+                partial(_peak, memory, planned.recompute, several),
+                limit,
+            )
+            estimate = partial(_peak, memory, planned.recompute, rows=planned.head_chunk)
             try:
                 planned.micro_batch_why = settle_micro_batch(
                     planned, recipe.seed, estimate, limit, bench.packs_exactly
@@ -319,10 +335,10 @@ def settle(
                 if refuse:
                     raise
                 planned.micro_batch, planned.micro_batch_why = 1, "the smallest"
-        planned.memory = memory(planned.recompute, planned.micro_batch)
+        planned.memory = memory(planned.recompute, planned.micro_batch, planned.head_chunk)
         allowed = limit if earlier is None else max(limit, _allowed(recipe, 1.0, device))
         try:
-            _require_memory(planned, planned.memory["peak"], allowed)
+            require_fit(planned, planned.memory["peak"], allowed)
         except OutOfResources as error:
             if refuse:
                 raise
@@ -344,7 +360,7 @@ def settle(
             segment_tokens=longest,
         )
         planned.operations_per_token = operations / tokens
-        several = planned.micro_batch * planned.pack_length
+        several = load_of(planned.pack_sizes(recipe.seed), planned.micro_batch).tokens
         planned.recompute_report = planned.recompute.report(
             several, longest, operations * several / tokens
         )
@@ -387,16 +403,6 @@ def _allowed(recipe: Any, share: float, device: torch.device) -> int:
     return int(free * share)
 
 
-def _require_memory(planned: PlannedStage, needed: int, limit: int) -> None:
-    if needed > limit:
-        expected = (
-            f"{needed / 2**30:.2f} GiB at micro_batch {planned.micro_batch}, "
-            f"{limit / 2**30:.2f} GiB allowed; free some, raise memory_limit, lower max_length "
-            "or pack_length, turn recompute on, or say micro_batch: auto and --fresh"
-        )
-        raise OutOfResources(Problem(f"memory of {planned.folder_name}", expected))
-
-
 def _kv_cache(model: Any, pack_tokens: int, precision: str) -> int:
     tokens = min(DECODED_TOKENS, pack_tokens)
     return kv_cache_bytes(model.config, DECODED, tokens, precision)
@@ -406,31 +412,40 @@ def _memory(
     bench: Any,
     sizes: tuple[int, int, int, Watching],
     precision: str,
-    pack_tokens: int,
+    planned: PlannedStage,
+    seed: int,
     recompute: Settled | None,
     packs: int,
+    head_chunk: int | None = None,
 ) -> dict[str, int]:
     parameters, trained, moments, watching = sizes
     model = bench.model
-    measured = None if recompute is None else recompute.activation_bytes(packs * pack_tokens)
+    load = load_of(planned.pack_sizes(seed), packs)
+    measured = None if recompute is None else recompute.activation_bytes(load.tokens)
     return forecast(
         model.config,
         parameters,
         trained,
         precision,
-        pack_tokens,
+        planned.pack_length,
         packs,
         model.vocabulary_size,
+        head_chunk=head_chunk,
         moments=moments,
         activation_bytes=measured,
         watching=watching,
-        kv_cache_bytes=_kv_cache(model, pack_tokens, precision),
+        kv_cache_bytes=_kv_cache(model, planned.pack_length, precision),
+        load=load,
+        working_bytes=0 if recompute is None else recompute.working_bytes(load.tokens),
+        cast_parameters=cast_parameters(model),
+        product_bytes=product_bytes(model, precision),
+        slack_share=slack_share(model),
         **forecast_keys(model, precision, bench.decodes_in_place),
     )
 
 
-def _peak(memory: Any, recompute: Settled, packs: int) -> int:
-    return int(memory(recompute, packs)["peak"])
+def _peak(memory: Any, recompute: Settled, packs: int, rows: int | None) -> int:
+    return int(memory(recompute, packs, rows)["peak"])
 
 
 def _adapter_parameters(recipe: Any, stage: Any, bench: Any) -> int:
@@ -500,6 +515,7 @@ def _planned_entry(planned: PlannedStage, precision: str) -> dict[str, Any]:
         "settled_for": planned.settled_for,
         "micro_batch": planned.micro_batch,
         "micro_batch_why": planned.micro_batch_why,
+        "head_chunk": planned.head_chunk,
         **planned.recompute.as_json(),
         "recompute_report": planned.recompute_report,
         "trains": "all weights" if planned.trains_all else "adapter",

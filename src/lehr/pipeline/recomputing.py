@@ -51,6 +51,11 @@ class Settled:
         """Measured, of a micro-batch; None where nothing could be measured."""
         return None if self.cost is None else self.cost.bytes_of(tokens)
 
+    def working_bytes(self, tokens: int) -> int:
+        """The part of activation_bytes that one block needs while it is computed again."""
+        cost = self.cost
+        return 0 if cost is None else int(cost.working_bytes * tokens / cost.tokens)
+
     def added_operations(self, tokens: int, segment_tokens: int) -> float:
         """Floating-point operations that an update of `tokens` tokens repeats."""
         return 0.0 if self.cost is None else tokens * self.cost.operations_per_token(segment_tokens)
@@ -138,23 +143,23 @@ def settle_recompute(
     stage: Any,
     *,
     trains_all: bool,
-    ids: Tensor,
-    segment_tokens: int,
+    packs: Sequence[Any],
     room: int,
     tokens: int,
     where: str,
 ) -> Settled:
     """Measure the choices on the model as the stage will train it, and settle the stage's.
 
-    ids     of a pack of the stage; as many as are needed are computed
+    packs   of the stage; as many of their examples as are needed are computed
     room    bytes that the activations of a micro-batch of `tokens` tokens may take (`auto`)
     Raises RecipeError for a model that cannot be computed again, and for a budget below what
     remains with every block computed again.
     """
     adapter = None if trains_all else stage.adapter
+    longest = max(int(one.segments.length.max()) for one in packs)
     with as_it_will_train(model, adapter):
         try:
-            costs = Costs(model, _some(model, ids, segment_tokens), segment_tokens)
+            costs = Costs(model, _some(model, packs), longest)
         except ValueError as error:
             if stage.recompute not in ("none", "auto"):
                 raise RecipeError(Problem(where, str(error), stage.recompute, says=True)) from error
@@ -256,12 +261,51 @@ def as_it_will_train(model: Any, adapter: Any) -> Iterator[None]:
         set_random_state([one for one in devices if one.type != "meta"], random)
 
 
-def _some(model: Any, ids: Tensor, segment_tokens: int) -> Any:
-    """As many of the first ids as a measurement may have, in segments as long as the stage's.
+def _some(model: Any, packs: Sequence[Any]) -> Any:
+    """Some of the packs' examples, as long as they are, of all lengths alike.
 
-    What attention keeps of a token depends on the segment's length, up to one beyond SHORT.
+    What attention keeps of a token depends on its segment, up to one beyond SHORT: there
+    longer ones are cut. Branches go with their prompt.
     """
     weights = sum(parameter.numel() for parameter in model.network.parameters())
     count = min(max(int(MEASURED_OPERATIONS / (2 * weights)), FEWEST_TOKENS), MOST_TOKENS)
-    count = max(count, min(segment_tokens, SHORT + 1))
-    return probe_pack([(part, -1) for part in ids[:count].split(segment_tokens)])
+    trees = sorted((tree for one in packs for tree in _trees(one)), key=_tokens)
+    count = max(count, min(_tokens(trees[-1]), SHORT + 1))
+    chosen = evenly([_tokens(tree) for tree in trees], count)
+    parts: list[tuple[Tensor, int]] = []
+    for place in chosen:
+        first = len(parts)
+        parts += [(ids, -1 if prefix < 0 else first + prefix) for ids, prefix in trees[place]]
+    return probe_pack(parts)
+
+
+Tree = list[tuple[Tensor, int]]  # (ids, place of the part that it continues, or -1)
+
+
+def evenly(lengths: Sequence[int], count: int) -> list[int]:
+    """Places spread over ascending `lengths`, so many that they hold about `count` tokens.
+
+    >>> evenly([1, 2, 3, 4, 5], 6), evenly([4, 9], 1)
+    ([1, 3], [1])
+    """
+    several = max(1, min(len(lengths), round(count * len(lengths) / sum(lengths))))
+    return [(2 * number + 1) * len(lengths) // (2 * several) for number in range(several)]
+
+
+def _tokens(tree: Tree) -> int:
+    return sum(len(ids) for ids, _ in tree)
+
+
+def _trees(one: Any) -> list[Tree]:
+    """A pack's segments, branches with the prompt that they continue."""
+    starts, lengths = one.segments.start.tolist(), one.segments.length.tolist()
+    trees: list[Tree] = []
+    places: dict[int, tuple[int, int]] = {}  # segment -> (its tree, its place in it)
+    for index, prefix in enumerate(one.segments.prefix.tolist()):
+        ids = one.ids[starts[index] : starts[index] + min(lengths[index], SHORT + 1)]
+        if prefix < 0:
+            trees.append([])
+        tree, before = (len(trees) - 1, -1) if prefix < 0 else places[prefix]
+        places[index] = tree, len(trees[tree])
+        trees[tree].append((ids, before))
+    return trees

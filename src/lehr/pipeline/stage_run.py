@@ -30,6 +30,7 @@ from lehr.pipeline.files import (
 )
 from lehr.pipeline.judging import Judge, Judgement, suites_json
 from lehr.pipeline.keys import stage_key, versions
+from lehr.pipeline.memory_check import MemoryCheck
 from lehr.pipeline.planning import Prepared
 from lehr.pipeline.promotion import verdict_on
 from lehr.pipeline.showcase import AnswerBook, answers
@@ -243,6 +244,9 @@ def train_stage(
         return {"loss": loss}
 
     model.recompute(planned.recompute.keeps)
+    model.head_chunk = planned.head_chunk
+    each = planned.seconds / max(1, planned.updates)
+    check = MemoryCheck(events, planned.memory or {}, each, model.device)
     live = LiveDoctor(events, context_of(planned, model.vocabulary_size, folder), folder)
     context = stage_context(
         planned,
@@ -253,7 +257,7 @@ def train_stage(
         precision=model.precision,
         parent=reference,
         parent_key=parent.key,
-        observers=(observing.watch(events), live, TimeKeeper(folder)),
+        observers=(observing.watch(events), live, TimeKeeper(folder), check),
         evaluate=evaluate if heldout else None,
     )
     context.drive = drive
@@ -261,6 +265,7 @@ def train_stage(
     if drive is None:
         live.conclude()
     model.recompute("none")
+    model.head_chunk = None
     model.eval()
     return model, reference, tuned
 

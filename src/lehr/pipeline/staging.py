@@ -13,6 +13,7 @@ import torch
 from lehr.data.loader import UpdateBatches
 from lehr.data.packing import fill, pack
 from lehr.data.shapes import Encoded
+from lehr.diagnosis.planner import Load
 from lehr.pipeline.guarding import adaptive_clip_of, guard_of, restart_of
 from lehr.pipeline.precision import float8_of, loss_scale_of
 from lehr.pipeline.recomputing import Settled
@@ -36,6 +37,7 @@ STAGES: dict[str, Callable[[StageContext], TrainingResult]] = {
     "preference": preference,
 }
 EVALUATIONS_A_STAGE = 4
+UPDATES_LOOKED_AT = 1000  # for the largest micro-batch: later ones are drawn from the same rows
 
 
 @dataclass
@@ -51,6 +53,7 @@ class PlannedStage:
     trains_all: bool
     micro_batch: int = 1
     micro_batch_why: str = ""
+    head_chunk: int | None = None  # rows of the head's chunks; None: its own choice
     settled_for: str = ""  # what `auto` was settled for: the same again keeps the choice
     recompute: Settled = field(default_factory=Settled)
     recompute_report: list[dict[str, Any]] = field(default_factory=list)
@@ -63,6 +66,7 @@ class PlannedStage:
     quarantine: tuple[Quarantined, ...] = ()
     float8: list[str] = field(default_factory=list)  # every linear layer with its verdict
     findings: list[str] = field(default_factory=list)
+    _sizes: list[list[tuple[int, int]]] | None = None
 
     @property
     def pack_length(self) -> int:
@@ -125,6 +129,14 @@ class PlannedStage:
     def first_packs(self, seed: int) -> list[Any]:
         """The packs of the first update: what planning measures."""
         return self.batches(seed).next()
+
+    def pack_sizes(self, seed: int) -> list[list[tuple[int, int]]]:
+        """(tokens, predicted positions) of each pack, by update."""
+        if self._sizes is None:
+            batches = self.batches(seed)
+            count = max(1, min(self.updates, UPDATES_LOOKED_AT))
+            self._sizes = [batches.next_sizes() for _ in range(count)]
+        return self._sizes
 
     def fill(self, seed: int) -> float:
         """Share of the first updates' room that holds tokens."""
@@ -199,6 +211,24 @@ def planned_stage(
     else:
         planned.updates = max(1, math.ceil(stage.epochs * planned.batches(seed).updates_per_epoch))
     return planned
+
+
+def load_of(updates: Sequence[Sequence[tuple[int, int]]], packs: int) -> Load:
+    """What the largest micro-batch of `packs` packs holds, cut as the engine cuts.
+
+    updates  (tokens, predicted positions) of each pack, by update
+
+    >>> load_of([[(10, 2), (9, 3), (4, 4)], [(12, 1)]], 2)
+    Load(tokens=19, pairs=5, micro_batches=2)
+    """
+    tokens = pairs = several = 1
+    for sizes in updates:
+        groups = [sizes[start : start + packs] for start in range(0, len(sizes), packs)]
+        several = max(several, len(groups))
+        for group in groups:
+            tokens = max(tokens, sum(one for one, _ in group))
+            pairs = max(pairs, sum(one for _, one in group))
+    return Load(tokens, pairs, several)
 
 
 def settle_micro_batch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -39,8 +40,9 @@ def choose_micro_batch(
     smallest = estimate(1)
     if smallest > limit_bytes:
         expected = (
-            f"{_gib(smallest)} GiB for one pack, {_gib(limit_bytes)} GiB allowed; "
-            "lower max_length or pack_length, turn recompute on, or raise memory_limit"
+            f"{_gib(smallest)} GiB for one pack, {_gib(limit_bytes)} GiB allowed; the smallest "
+            f"memory_limit that would do is {math.ceil(smallest / 2**30 * 100) / 100:.2f}; or "
+            "lower max_length or pack_length, or turn recompute on"
         )
         raise OutOfResources(Problem("memory", expected))
     packs = 1

@@ -55,8 +55,30 @@ def require_memory(needed_bytes: int, what: str = "training") -> None:
         raise OutOfResources(Problem("memory", expected))
 
 
+_highest_gib = 0.0  # of the time before the last mark
+
+
 def peak_memory_gib() -> float:
-    """High-water mark of this process's resident memory, in GiB."""
+    """High-water mark of this process's resident memory since `reset_peak_memory`, in GiB."""
+    return max(_highest_gib, _high_water_gib())
+
+
+def peak_since_mark() -> int:
+    """High-water mark of resident memory since `mark_peak_memory`, in bytes."""
+    return int(_high_water_gib() * 2**30)
+
+
+def mark_peak_memory() -> bool:
+    """Begin a mark for `peak_since_mark`; `peak_memory_gib` goes on. False where it cannot be."""
+    global _highest_gib
+    before = peak_memory_gib()
+    if not _clear_high_water():
+        return False
+    _highest_gib = before
+    return True
+
+
+def _high_water_gib() -> float:
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -76,6 +98,14 @@ def reset_peak_memory() -> bool:
 
     False where the system cannot; the peak then still includes what came before.
     """
+    global _highest_gib
+    if not _clear_high_water():
+        return False
+    _highest_gib = 0.0
+    return True
+
+
+def _clear_high_water() -> bool:
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
