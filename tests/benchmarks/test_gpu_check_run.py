@@ -15,8 +15,6 @@ from benchmarks.gpu_check_run import first_difference, kill_half_way, launch, pa
 
 from lehr.cli.main import main
 
-WHERE = Where("cpu", TOY, time.perf_counter() + 300)
-
 
 class Forked:
     """`lehr` with these words in a forked process: nothing is imported again."""
@@ -56,7 +54,7 @@ class Forked:
 
 
 def test_a_killed_run_goes_on_and_is_said_to_be_equal() -> None:
-    (row,) = part_run(WHERE, Forked)
+    (row,) = part_run(Where("cpu", TOY, time.perf_counter() + 300), Forked)
     assert not row.wrong, row.note
     assert "on cpu" in row.note and "1 resume" in row.note
     assert "every column equal to the run without a kill" in row.note
