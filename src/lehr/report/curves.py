@@ -83,7 +83,8 @@ def chart(
     ys = [scaled(y) for points in kept.values() for _, y in points]
     x_low, x_high = min(xs), max(xs)
     y_low, y_high = min(ys), max(ys)
-    margin = 0.06 * (y_high - y_low) or 0.5
+    # Of equal values a share of their size: beside 1e30, a half is nothing.
+    margin = 0.06 * (y_high - y_low) or 0.5 * max(1.0, abs(y_high))
     y_low, y_high = y_low - margin, y_high + margin
     x_span = (x_high - x_low) or 1.0
 

@@ -46,7 +46,13 @@ from lehr.training.quarantine import Quarantine
 from lehr.training.restarts import Restarts
 from lehr.training.settings import EngineSettings
 from lehr.training.spans import Spans
-from lehr.training.state import copied, put_back, running_buffers, trained_parameters
+from lehr.training.state import (
+    copied,
+    not_finite,
+    put_back,
+    running_buffers,
+    trained_parameters,
+)
 from lehr.training.steps import effective_steps
 from lehr.training.store import Batches, Store
 from lehr.training.update import StopNow, accumulate, arithmetic, denominator_of
@@ -455,6 +461,10 @@ class Engine:
     def _save(self) -> None:
         with self.spans("checkpoint"):
             self._metrics.sync()
+            broken = not_finite(self._trained)
+            if not ranks.all_true(not broken):  # what could not be gone on from is not kept
+                self._guard.after_broken(broken, self.progress, self._finished)
+                return
             self._store.save(self.progress, self._batches.state())
 
     def _write(self, row: Mapping[str, Any]) -> None:

@@ -8,6 +8,8 @@ Pure decisions: what follows from them (skip, rewind, stop) is in `guarding`.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +81,8 @@ class Alarm:
     usual: float
 
     def __str__(self) -> str:
+        if not math.isfinite(self.value):
+            return f"{self.signal} is not finite"
         return f"{self.signal} {self.value:.4g} (usual {self.usual:.4g}, limit {self.limit:.4g})"
 
 
@@ -136,8 +140,12 @@ class Guard:
         """The weights moved by `step` (per unit of learning rate).
 
         Half of the limit makes a suspect, which counts only once there is trouble; above the
-        limit it is an alarm.
+        limit it is an alarm. One that is not finite is both, however few came before, and the
+        first suspect of all.
         """
+        if not math.isfinite(step):
+            self._suspects[attempt] = sys.float_info.max  # JSON has no infinity
+            return Alarm(STEP, step, sys.float_info.max, 0.0)
         window, limit = self._window(STEP), self.settings.limit
         if window.judge(step, limit / 2) is not None:
             newest = {k: v for k, v in self._suspects.items() if k > attempt - 2 * MEMORY}

@@ -149,6 +149,21 @@ class RunGuard:
             return reason
         raise self._stopped(attempt, last, reason)
 
+    def after_broken(self, names: Sequence[str], progress: Progress, last: bool) -> None:
+        """Weights `names` are not finite, so no checkpoint is written.
+
+        Where the run can still go back, the attempts that follow bring it there. Raises Diverged
+        where it cannot: with another learning rate or precision it can go on.
+        """
+        if self._quarantine.rewinds < self._allowed and not last:
+            return
+        found = f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
+        expected = (
+            f"finite weights; {found} is not: the step was too large. Nothing of it was saved. "
+            f"The checkpoint of update {self._store.saved_update} stands; lower learning_rate"
+        )
+        raise Diverged(Problem(f"update {progress.update}", expected))
+
     def go_back(
         self, why: str, attempt: int, progress: Progress, batches: Batches, metrics: MetricsFile
     ) -> None:

@@ -97,9 +97,9 @@ class Window:
         return Unusual(value, self._own_unit(limit), self._own_unit(centre))
 
     def accept(self, value: float) -> None:
-        """Take the value in. A value without a logarithm is left out."""
+        """Take the value in. One without a logarithm, or not finite, is left out."""
         compared = self._compared(value)
-        if compared is not None:
+        if compared is not None and math.isfinite(compared):
             self._values.append(compared)
 
     def _allowed(self, centre: float, spreads: float) -> float:

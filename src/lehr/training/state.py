@@ -75,6 +75,11 @@ def running_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.named_buffers() if name in saved}
 
 
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors that hold an infinity or a NaN."""
+    return [name for name, value in tensors.items() if not bool(value.isfinite().all())]
+
+
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of all tensors."""
     return {name: value.detach().clone() for name, value in tensors.items()}

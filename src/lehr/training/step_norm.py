@@ -37,7 +37,8 @@ class StepNorm:
     def end(self) -> float:
         """Norm of what changed since `begin`; one wait for the device."""
         changes = torch._foreach_sub([_sample(value) for value in self._trained], self._before)
-        norms = torch.stack([norm.double() for norm in torch._foreach_norm(changes)]).tolist()
+        # In float64: the square of a large change that is finite does not exist in fp32.
+        norms = torch.stack(torch._foreach_norm(changes, dtype=torch.float64)).tolist()
         self._before = []
         return math.hypot(*(a * b for a, b in zip(norms, self._weights, strict=True)))
 
