@@ -46,6 +46,7 @@ from lehr.pipeline.memory_limits import (
     settle_chunk,
     slack_share,
 )
+from lehr.pipeline.optimizing import require_optimizers
 from lehr.pipeline.precision import require_precision
 from lehr.pipeline.recomputing import Settled, settle_recompute
 from lehr.pipeline.sources import EncodedSource, ReadSource, corpus, encode_source, read_all
@@ -127,6 +128,7 @@ def prepare(
     for stage, choices in zip(stages, float8, strict=True):
         stage.float8 = [str(choice) for choice in choices]
     settle(recipe, stages, bench, machine, precision["value"], stored)
+    require_optimizers(recipe, stages, model, precision["value"])
     plan = plan_entries(recipe, stages, bench, machine, precision)
     if write:
         needed = sum(stage.disk for stage in stages)

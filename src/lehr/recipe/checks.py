@@ -15,6 +15,7 @@ from lehr.recipe.schema import (
     IMPROVE_MEASURES,
     PROTECT_MEASURES,
     SUITES,
+    Float8,
     Optimizer,
     Recipe,
     Schedule,
@@ -31,6 +32,7 @@ SCHEDULE_KEYS = {
     "shape": ("wsd", "infinite"),
     "cooldown": ("infinite",),
     "hold": ("infinite",),
+    "final": ("cosine", "linear", "wsd", "infinite"),
 }
 ADAM_KINDS = ("adamw", "adam", "adam_l2", "muon")  # muon: of what is no hidden matrix
 OPTIMIZER_KEYS = {
@@ -205,24 +207,30 @@ def _check_schedule(document: Document, keys: Keys, stage: Stage) -> None:
     for key, kinds in SCHEDULE_KEYS.items():
         unused = schedule.kind not in kinds and getattr(schedule, key) != getattr(Schedule(), key)
         if unused:
-            only = " and ".join(kinds)
+            only = " and ".join(kinds) if key != "final" else "a decay"
             document.notice((*keys, key), f"has no effect with {schedule.kind}, only with {only}")
+    if schedule.initial and schedule.warmup == 0:
+        document.notice((*keys, "initial"), "has no effect without a warmup")
     if schedule.kind == "infinite":
         for key in ("warmup", "cooldown"):
             if key in schedule.model_fields_set and 0 < getattr(schedule, key) < 1:
                 text = "a number of updates, or 0: an infinite run has no shares"
                 document.problem((*keys, key), text, getattr(schedule, key))
         return
-    shares = [value for value in (schedule.warmup, schedule.decay) if value < 1]
-    counts = [value for value in (schedule.warmup, schedule.decay) if value >= 1]
-    if schedule.kind != "wsd":
-        shares, counts = shares[:1], [schedule.warmup] if schedule.warmup >= 1 else []
-    elif len(shares) == 2 and sum(shares) > 1:
-        text = f"warmup + decay of at most 1 (they sum to {sum(shares):g})"
-        document.problem((*keys, "decay"), text, schedule.decay)
-    if updates is not None and sum(counts) > updates:
-        text = f"at most max_updates ({updates})"
-        document.problem((*keys, "warmup"), text, sum(counts))
+    decay = schedule.decay if schedule.kind == "wsd" else 0.0
+    if max(schedule.warmup, decay) < 1 < schedule.warmup + decay:
+        text = f"warmup + decay of at most 1 (they sum to {schedule.warmup + decay:g})"
+        document.problem((*keys, "decay"), text, decay)
+    elif updates is not None:
+        counts = {"warmup": schedule.warmup, "decay": decay}
+        counts = {key: value for key, value in counts.items() if value >= 1}
+        alone = [key for key, value in counts.items() if value > updates]
+        for key in alone:
+            text = f"at most max_updates ({updates})"
+            document.problem((*keys, key), text, counts[key])
+        if not alone and sum(counts.values()) > updates:
+            text = f"warmup and decay together within max_updates ({updates})"
+            document.problem((*keys, "decay"), text, sum(counts.values()))
 
 
 def _check_precision(document: Document, keys: Keys, stage: Stage) -> None:
@@ -231,6 +239,11 @@ def _check_precision(document: Document, keys: Keys, stage: Stage) -> None:
         if getattr(stage, key) not in (None, False) and precision != owner:
             text = f"precision: {owner} with it, not {precision}"
             document.problem((*keys, key), text, _short(getattr(stage, key)))
+    if stage.fp8 is not None and stage.fp8.scaling != "delayed":
+        for key in ("window", "margin"):
+            if getattr(stage.fp8, key) != getattr(Float8(), key):
+                text = f"has no effect with {stage.fp8.scaling} scaling, only with delayed"
+                document.notice((*keys, "fp8", key), text)
     scale = stage.loss_scale
     if precision == "fp16" and "loss_scale" in given and scale is None:
         text = (

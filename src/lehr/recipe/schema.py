@@ -237,7 +237,7 @@ class Float8(Section):
         default="current", description="by the tensor itself, by earlier updates, or by 1 x 128"
     )
     window: Count = Field(default=16, description="of delayed: updates that are remembered")
-    margin: Rows = Field(default=0, description="powers of two to spare")
+    margin: Rows = Field(default=0, description="of delayed: powers of two to spare")
     convert: Annotated[list[Text], BeforeValidator(as_list)] = Field(
         default=["*"],
         description="layers or patterns; * is all that the selective recipe allows",

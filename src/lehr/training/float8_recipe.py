@@ -21,6 +21,7 @@ from lehr.training.float8_formats import FORMATS
 SCALINGS = ("current", "delayed", "block")
 BACKENDS = ("auto", "emulated", "scaled_mm")
 OPERANDS = ("input", "weight", "gradient")
+LARGEST_MARGIN = 14  # 448 / 2^15 is below 2^-6, the smallest normal number of E4M3
 # Width that the FP8 products of CUDA want of both sides of a weight matrix.
 CUDA_MULTIPLE = 16
 CUDA_CAPABILITY = (8, 9)
@@ -115,6 +116,9 @@ class Float8Settings:
         lowest |= {"smallest_features": 1, "measure_every": 1}
         for name, least in lowest.items():
             problems += _count_problems(f"fp8.{name}", getattr(self, name), least)
+        if isinstance(self.margin, int) and self.margin > LARGEST_MARGIN:
+            expected = f"at most {LARGEST_MARGIN}: beyond it even the largest value loses bits"
+            problems.append(Problem("fp8.margin", expected, self.margin))
         problems += self.limits.problems()
         if not self.convert:
             problems.append(Problem("fp8.convert", "at least one pattern", []))

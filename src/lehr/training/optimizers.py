@@ -88,10 +88,12 @@ def optimizer_problems(settings: OptimizerSettings) -> list[Problem]:
     kind = settings.kind
     if kind not in KINDS:
         problems.append(Problem("optimizer.kind", "one of " + ", ".join(KINDS), kind))
-    betas = settings.betas
-    if len(betas) != 2 or not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
+    betas: object = settings.betas
+    pair = isinstance(betas, tuple | list) and len(betas) == 2
+    if not pair or not all(is_number(beta) and 0 <= beta < 1 for beta in settings.betas):
         expected = "two numbers, each at least 0 and below 1"
-        problems.append(Problem("optimizer.betas", expected, list(betas)))
+        found = list(settings.betas) if isinstance(betas, tuple | list) else betas
+        problems.append(Problem("optimizer.betas", expected, found))
     if not is_number(settings.eps) or settings.eps <= 0:
         problems.append(Problem("optimizer.eps", "a finite number above 0", settings.eps))
     decays_given = {"optimizer.weight_decay": settings.weight_decay}
@@ -215,7 +217,7 @@ def make_optimizer(
         return torch.optim.SGD(groups, lr=0.0, momentum=momentum or 0.0, nesterov=bool(nesterov))
     adam: dict[str, Any] = {
         "lr": 0.0,
-        "betas": settings.betas,
+        "betas": tuple(map(float, settings.betas)),  # torch takes no whole numbers
         "eps": settings.eps,
         "fused": _can_fuse(trained),
     }

@@ -25,7 +25,8 @@ class Schedule:
     kind      cosine | linear | wsd (warmup, stable, decay) | constant | infinite (warmup,
               cooldown to `hold`, hold; decay only where one is asked)
     warmup    below 1 a share of the run, else a number of updates
-    decay     the same; length of the last decay of `wsd` and `infinite`
+    decay     the same; length of the last decay of `wsd` and `infinite` (here too 0.2 where none
+              is given: say 0 for none)
     final     share of the peak that the decay ends at; `constant` has no decay
     shape     of that last decay: linear, or sqrt (1 - sqrt(x), steeper at first)
     initial   share of the peak that the warmup begins from: above 0 to go on from the rate

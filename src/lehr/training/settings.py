@@ -87,7 +87,13 @@ class EngineSettings:
 
     def problems(self, has_evaluation: bool = True) -> list[Problem]:
         """Everything that is wrong with these values."""
-        problems = []
+        problems = [
+            Problem(name, f"{kind.__name__}(...){' or None' if optional else ''}", value)
+            for name, (kind, optional) in _SECTIONS.items()
+            if not (isinstance(value := getattr(self, name), kind) or (optional and value is None))
+        ]
+        if problems:  # the rest asks these for their own
+            return problems
         if not is_number(self.learning_rate) or self.learning_rate < 0:
             expected = "a finite number, at least 0"
             problems.append(Problem("learning_rate", expected, self.learning_rate))
@@ -141,6 +147,17 @@ class EngineSettings:
         raise_problems(self.problems(has_evaluation))
 
 
+_SECTIONS: dict[str, tuple[type, bool]] = {  # name -> its class, may be None
+    "schedule": (Schedule, False),
+    "optimizer": (OptimizerSettings, False),
+    "batch_norm": (BatchNormSettings, False),
+    "ema": (AverageSettings, True),
+    "adaptive_clip": (AdaptiveClipSettings, True),
+    "restart": (RestartSettings, True),
+    "loss_scale": (LossScaleSettings, True),
+    "fp8": (Float8Settings, True),
+    "guard": (GuardSettings, True),
+}
 _COUNTS = {  # name -> may be None
     "updates": False,
     "micro_batch": False,
