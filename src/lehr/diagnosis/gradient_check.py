@@ -30,7 +30,12 @@ from lehr.training import gradients
 from lehr.training.state import trained_parameters
 from lehr.training.update import accumulate, denominator_of
 
-LIMITS = {"fp32": 1e-3, "bf16": 0.15, "fp16": 0.05}  # of a tensor's relative rounding error
+LIMITS = {
+    "fp32": 1e-3,
+    "bf16": 0.15,
+    "fp16": 0.05,
+    "pure_bf16": 0.15,
+}  # of a tensor's relative rounding error
 DIFFERENCE_LIMIT = 1e-4  # of a slope, beside what the size of a gradient promises
 TENSORS = 6  # that get a direction of their own
 STEP = 1e-3  # of the weights' norm
@@ -112,9 +117,12 @@ def check_gradient(
 
     Dropout is off and batch norms use their running statistics. Trained tensors that are
     all 0 get small random values for the time, or what they multiply would not be seen.
+    FP8 rounds on purpose, by a tenth of a gradient and more: its layers are checked as in bf16,
+    which surrounds them.
     Takes the memory of the model twice more, and about 30 passes over the micro-batches.
     """
-    trained = trained_parameters(model)
+    precision = "bf16" if precision == "fp8" else precision
+    trained = trained_parameters(model, precision)
     weights = [float(objective.weight(pack)) for pack in micro_batches]
     denominator = denominator_of(weights, micro_batches, 1)
 

@@ -31,6 +31,7 @@ from lehr.objectives.base import Objective
 from lehr.streams import seed_for
 from lehr.training import gradients
 from lehr.training.batch import Merge, cut
+from lehr.training.numerics import Numerics
 from lehr.training.optimizers import make_optimizer, set_rate
 from lehr.training.settings import EngineSettings
 from lehr.training.state import trained_parameters
@@ -98,13 +99,15 @@ def find_learning_rate(
     low, high = low if low is not None else usual[0], high if high is not None else usual[1]
     _check(low, high, steps)
     rates = [low * (high / low) ** (step / (steps - 1)) for step in range(steps)]
-    trained = trained_parameters(model)
-    optimizer = make_optimizer(trained, settings.optimizer)
+    trained = trained_parameters(model, settings.precision)
     names = (*seed_names, "range test")
+    # The run's own arithmetic: FP8 layers, a loss scale, bf16 weights.
+    numerics = Numerics(model, trained, settings, names)
+    optimizer = make_optimizer(numerics.moved, settings.optimizer)
 
     changes: list[float] = []
     stopped = f"the highest rate, {high:g}, was reached"
-    with left_alone(model), _put_back(batches):
+    with left_alone(model, settings.precision), _put_back(batches), _converted(numerics):
         taken = []
         for index in range(steps):
             packs = cut(batches.next(), settings.micro_batch, merge)
@@ -115,18 +118,28 @@ def find_learning_rate(
                 if weight:
                     total += _forward(model, objective, pack, settings, (*names, index), micro)
             taken.append((packs, weights, denominator, ranks.all_sum(total) / denominator))
+        numerics.abandon()  # what was only looked at is no part of an update
         first = taken[0][3]
         if not math.isfinite(first):
             expected = "a finite loss before any update"
             raise RecipeError(Problem("learning-rate range test", expected, first))
         for index, (packs, weights, denominator, before) in enumerate(taken):
-            names_now = (*names, index)
+            names_now, precision = (*names, index), settings.precision
+            numerics.begin_attempt()
             done = accumulate(
-                model, objective, packs, weights, denominator, names_now, settings.precision
-            )
+                model, objective, packs, weights, denominator, names_now, precision,
+                scaled=numerics.scaled,
+            )  # fmt: skip
             change = done.loss - before
             gradients.sum_over_ranks(trained)
+            numerics.unscale()
             measured = gradients.measure(trained)
+            if numerics.overflowed(done.loss, measured.nonfinite):
+                numerics.settle(skipped=True, overflow=measured.nonfinite)
+                if numerics.gave_up is None:  # a smaller loss scale, and no update at this rate
+                    changes.append(change)
+                    gradients.clear(trained)
+                    continue
             if not math.isfinite(change) or not math.isfinite(measured.norm):
                 stopped = f"the loss or its gradient is not finite at rate {rates[index]:.2g}"
                 break
@@ -137,8 +150,14 @@ def find_learning_rate(
                 break
             gradients.clip_to(trained, measured.norm, settings.clip)
             set_rate(optimizer, rates[index])
-            optimizer.step()
+            numerics.settle(skipped=False)
+            numerics.step(optimizer, index + 1)
+            numerics.release()
+            numerics.applied(index + 1)
             gradients.clear(trained)
+            if numerics.gave_up is not None:
+                stopped = f"no layer is healthy in FP8 at rate {rates[index]:.2g}"
+                break
     return judged(rates[: len(changes)], changes, first, stopped)
 
 
@@ -221,6 +240,16 @@ def _check(low: float, high: float, steps: int) -> None:
         problems.append(Problem("learning-rate range test", expected, steps))
     if problems:
         raise RecipeError(problems)
+
+
+@contextmanager
+def _converted(numerics: Numerics) -> Iterator[None]:
+    """The model's layers in the precision of the run inside, its own outside."""
+    numerics.convert()
+    try:
+        yield
+    finally:
+        numerics.restore()
 
 
 @contextmanager
