@@ -194,6 +194,7 @@ def test_plan_with_checks(lehr, work):
     assert "change of the loss in a range test" in said.out and "learning rate 1e-06 to" in said.out
     drawn = [line for line in said.out.split("\n") if " |" in line]
     assert len(drawn) == 12 and max(map(len, drawn)) <= 80
+    assert "can pass" in said.out and "; \n" not in said.out
     said = lehr("plan", work / "chats.jsonl", "--model", "./base", "--find-lr", "--json")
     assert said.status == 2 and "--find-lr" in said.out and "a recipe" in said.out
 

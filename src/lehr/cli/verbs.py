@@ -174,7 +174,8 @@ def print_plan(console: Console, found: Any) -> None:
         console.print("\n[bold]gates[/]")
     for gate in found.plan["gates"]:
         sign = "[green]can pass[/]" if gate["can_pass"] else "[red]cannot pass[/]"
-        console.print(f"  {gate['kind']} {gate['name']}: {sign}; {gate['note']}")
+        note = f"; {gate['note']}" if gate["note"] else ""
+        console.print(f"  {gate['kind']} {gate['name']}: {sign}{note}")
     tested = found.checks.get("learning_rate")
     if tested is not None:
         console.print(f"\n[bold]{tested['stage']}[/] change of the loss in a range test")
