@@ -232,6 +232,17 @@ def test_an_unknown_loss_is_asked_for_with_what_is_there():
         curve_of_text(text, loss="gamma")
 
 
+def test_two_runs_in_one_table_are_asked_for():
+    names = ["Step", *(f"{r} - {n}" for r in "ab" for n in ("loss", "loss__MIN", "lr"))]
+    rows = [f"{i},{3 - i / 10},0,0.1,{5 - i / 10},0,0.2" for i in range(5)]
+    text = "\n".join([",".join(names), *rows])
+    with pytest.raises(RecipeError, match="'a - loss', 'b - loss'") as caught:
+        curve_of_text(text)
+    assert "--loss" in str(caught.value) and "__MIN" not in str(caught.value)
+    curve = curve_of_text(text, loss="b - loss")
+    assert curve.points("loss")[1][0] == 5 and set(curve.points("learning_rate")[1]) == {0.2}
+
+
 def test_the_only_column_is_taken_and_said():
     curve = curve_of_text("step,ce\n1,3.0\n2,2.0\n")
     assert curve.points("loss")[1].tolist() == [3.0, 2.0]

@@ -258,7 +258,11 @@ def _named(
     if loss is not None and loss not in numbers:
         expected = f"the name of a column of numbers: one of {_listed(numbers)}"
         raise RecipeError(Problem(f"{where}: the loss", expected, loss))
+    if loss is None:
+        _ask_which_run(numbers, where)
     for name, values in numbers.items():
+        if loss is not None and _run(name) and _run(loss) and _run(name) != _run(loss):
+            continue  # of another run in the same table
         known = "loss" if name == loss else canonical(name)
         if loss is not None and known == "loss" and name != loss:
             known = name
@@ -283,6 +287,24 @@ def _named(
             columns["loss"] = np.full(len(columns[taken]), np.nan)
             nonfinite["loss"] = np.zeros(len(columns[taken]), dtype=bool)
     return columns, nonfinite
+
+
+def _run(name: str) -> str:
+    """The run that a column belongs to, as wandb writes it before " - "; empty without one."""
+    return name.rpartition(" - ")[0]
+
+
+def _ask_which_run(numbers: Mapping[str, Floats], where: str) -> None:
+    """Raise RecipeError where the losses of several runs stand in one table."""
+    losses = [
+        name
+        for name, values in numbers.items()
+        if canonical(name) == "loss" and _run(name) and np.isfinite(values).any()
+    ]
+    if len({_run(name) for name in losses}) > 1:
+        shown = ", ".join(repr(name) for name in losses[:10])
+        expected = f"the loss of one run; name it with --loss COLUMN (there are {shown})"
+        raise RecipeError(Problem(where, expected))
 
 
 def _has(columns: Mapping[str, Floats], bad: Mapping[str, Flags], name: str) -> bool:
