@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,48 +10,9 @@ from benchmarks.gpu_check_parts import Where
 from benchmarks.gpu_check_rows import TOY
 from benchmarks.gpu_check_run import first_difference, kill_half_way, launch, part_run
 
-from lehr.cli.main import main
-
-
-class Forked:
-    """`lehr` with these words in a forked process: nothing is imported again."""
-
-    def __init__(self, words: Sequence[str]) -> None:
-        self.status: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                quiet = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(quiet, 1)
-                os.dup2(quiet, 2)
-                os._exit(main(list(words)))
-            except SystemExit as leave:
-                os._exit(int(leave.code or 0))
-            finally:
-                os._exit(1)
-
-    def poll(self) -> int | None:
-        if self.status is None:
-            found, status = os.waitpid(self.pid, os.WNOHANG)
-            self.status = os.waitstatus_to_exitcode(status) if found else None
-        return self.status
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, 9)
-
-    def wait(self, timeout: float | None = None) -> int:
-        until = time.perf_counter() + (timeout or 300)
-        while self.poll() is None:
-            if time.perf_counter() > until:
-                raise subprocess.TimeoutExpired("lehr", timeout or 300)
-            time.sleep(0.01)
-        assert self.status is not None
-        return self.status
-
 
 def test_a_killed_run_goes_on_and_is_said_to_be_equal() -> None:
-    (row,) = part_run(Where("cpu", TOY, time.perf_counter() + 300), Forked)
+    (row,) = part_run(Where("cpu", TOY, time.perf_counter() + 300))
     assert not row.wrong, row.note
     assert "on cpu" in row.note and "1 resume" in row.note
     assert "every column equal to the run without a kill" in row.note
