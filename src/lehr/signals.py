@@ -10,22 +10,33 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from types import FrameType
 
 STATUS = 130
-EXPECTED = "the same command goes on from here"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _owned = False
 _seen = False
 
 
+def expected(words: Sequence[str]) -> str:
+    """What the same command does after an interrupt: a run has checkpoints.
+
+    >>> expected(["run", "r.yaml"]), expected(["doctor", "run.csv"])
+    ('the same command goes on from here', 'the same command begins again')
+    """
+    verb = next((word for word in words if not word.startswith("-")), "")
+    return f"the same command {'goes on from here' if verb == 'run' else 'begins again'}"
+
+
 def leave_at_once(_signal: int, _frame: FrameType | None) -> None:
     """While modules load an exception would surface as another one: answer and end here."""
+    told = expected(sys.argv[1:])
     if "--json" in sys.argv[1:]:
-        problem = {"where": "interrupted", "value": None, "expected": EXPECTED}
+        problem = {"where": "interrupted", "value": None, "expected": told}
         answer = {"error": {"kind": "interrupted", "problems": [problem]}}
         os.write(1, json.dumps(answer).encode() + b"\n")
-    os.write(2, f"\n  interrupted: {EXPECTED}\n".encode())
+    os.write(2, f"\n  interrupted: {told}\n".encode())
     os._exit(STATUS)
 
 

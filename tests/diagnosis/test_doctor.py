@@ -317,3 +317,13 @@ def test_a_jump_under_a_rate_that_goes_on_rising_is_the_rates():
     jump = {"loss": with_jump(150, 1.5, 150)}
     assert named(jump)[:1] == ["spike_that_stays"]
     assert named({**jump, "learning_rate": rising})[:1] == ["falls_then_climbs"]
+
+
+@pytest.mark.parametrize(("updates", "named"), [(400, True), (20_000, False), (1_000_000, False)])
+def test_pretraining_comes_low_in_its_many_updates(updates: int, named: bool) -> None:
+    steps = np.arange(0, updates, updates / 500)
+    noise = np.random.default_rng(0).normal(0, 0.03, len(steps))
+    fast, slow = np.exp(-steps / (0.03 * updates)), np.exp(-steps / (0.2 * updates))
+    loss = 2.0 + 5.6 * fast + 2.4 * slow + noise
+    found = diagnose(curve_of_columns({"step": steps, "loss": loss}))
+    assert ("too_low_too_soon" in [one.name for one in found.findings]) is named

@@ -337,7 +337,7 @@ def _run(arguments: list[str], as_json: bool) -> int:
     except LehrError as error:
         return report_error(error, as_json)
     except (KeyboardInterrupt, typer.Abort):
-        return _interrupted(as_json)
+        return _interrupted(arguments, as_json)
     except MemoryError:
         problem = Problem(where="memory", expected="more memory than this machine could give")
         return report_error(OutOfResources(problem), as_json)
@@ -350,19 +350,20 @@ def _run(arguments: list[str], as_json: bool) -> int:
             )
             return report_error(OutOfResources(problem), as_json)
         told = about_a_name(error)
-        return _bug(error, as_json) if told is None else report_error(told, as_json)
+        return _bug(error, arguments, as_json) if told is None else report_error(told, as_json)
     except typer.Exit as leave:
         return int(leave.exit_code)
     except Exception as error:
         if hasattr(error, "format_message"):  # a usage error of the command line parser
             return _usage(error, as_json)
-        return _bug(error, as_json)
+        return _bug(error, arguments, as_json)
 
 
-def _interrupted(as_json: bool) -> int:
+def _interrupted(arguments: list[str], as_json: bool) -> int:
     signals.deaf()
     print(file=sys.stderr)
-    return report_error(Interrupted(Problem("interrupted", signals.EXPECTED)), as_json)
+    told = signals.expected(arguments)
+    return report_error(Interrupted(Problem("interrupted", told)), as_json)
 
 
 def _usage(error: Any, as_json: bool) -> int:
@@ -376,9 +377,9 @@ def _usage(error: Any, as_json: bool) -> int:
     return RecipeError.exit_status
 
 
-def _bug(error: BaseException, as_json: bool) -> int:
+def _bug(error: BaseException, arguments: list[str], as_json: bool) -> int:
     if signals.seen():  # a library turned the signal into an error of its own
-        return _interrupted(as_json)
+        return _interrupted(arguments, as_json)
     if as_json:
         problem = Problem("lehr", "no bug: please report it", f"{type(error).__name__}: {error}")
         value = {"error": {"kind": "bug", "problems": [problem.as_json()]}}

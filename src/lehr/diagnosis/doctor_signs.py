@@ -195,6 +195,9 @@ def _moves(evaluated: Floats, least: float) -> bool:
     return bool(falls or risen)
 
 
+SOON_UPDATES = 3_000  # from there on a low loss is less and less soon
+
+
 def too_low_too_soon(look: Look) -> Sign | None:
     """Almost no loss within the first pass over the data, on held-out text too."""
     if not look.enough:
@@ -216,6 +219,8 @@ def too_low_too_soon(look: Look) -> Sign | None:
         # From guessing: the fewer updates, the less can have been learnt in honest ways.
         sooner = math.log10(LIMITS["soon_updates"] / max(float(look.curve.steps[-1]), 1.0))
         limit += LIMITS["soon"] * min(max(sooner, 0.0), 1.0)
+    # Pretraining comes this low honestly, in its tens of thousands of updates.
+    limit *= max(0.25, min(1.0, SOON_UPDATES / max(float(np.ptp(look.curve.steps)), 1.0)))
     seen = f"the loss ends at {end:.3g}, from {look.start:.3g}"
     return sign_if(look, "too_low_too_soon", limit * whole / max(end, 1e-6), seen)
 
