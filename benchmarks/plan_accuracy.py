@@ -75,14 +75,14 @@ def measured(recipe: Mapping[str, Any], folder: Path, live: bool) -> dict[str, A
     live  record the allocator (lasting, activations, head, peak: bytes); else resident memory
           and seconds of an update
     """
-    from lehr.pipeline import planning
+    from lehr.pipeline import four_bits, planning
     from lehr.pipeline.events import Event, Events
     from lehr.pipeline.stage_run import train_stage
     from lehr.recipe.loading import load_recipe
     from lehr.training import resources
 
     planning.DECODED = 0  # nothing decodes below
-    planning.decoding_bytes = lambda *_: 0
+    four_bits.decoding_bytes = lambda *_: 0
     text = {"output": "out", "template": "auto", **recipe}
     (folder / "recipe.yaml").write_text(json.dumps(text))
     loaded = load_recipe(folder / "recipe.yaml", ["threads=1"])

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.plan_accuracy import comparisons, measured
 from tests.pipeline.small import chat_rows, pair_rows, save_base, write_rows
 
-from lehr.pipeline import planning
+from lehr.pipeline import four_bits, planning
 
 COMMON = {"max_length": 64, "max_updates": 3, "learning_rate": 1e-4, "batch_size": 24}
 CASES = {
@@ -28,8 +28,8 @@ CASES = {
 def test_live_bytes_are_those_of_the_forecast(
     tmp_path: Any, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("DECODED", "decoding_bytes"):  # the benchmark sets them
-        monkeypatch.setattr(planning, name, getattr(planning, name))
+    for module, name in ((planning, "DECODED"), (four_bits, "decoding_bytes")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # the benchmark sets them
     # Wide enough that masks and places, 8 bytes a number, are the small part that they are.
     wide = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4}
     save_base(tmp_path / "base", num_hidden_layers=4, num_key_value_heads=2, **wide)

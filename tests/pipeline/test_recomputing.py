@@ -15,7 +15,7 @@ from lehr.diagnosis.planner import LASTING
 from lehr.errors import OutOfResources, RecipeError
 from lehr.models.loading import load_model
 from lehr.models.recompute_costs import Cost
-from lehr.pipeline import planning
+from lehr.pipeline import four_bits, planning
 from lehr.pipeline.plan import plan
 from lehr.pipeline.recomputing import Settled, as_it_will_train, grouped, ungrouped
 from lehr.recipe.loading import load_recipe
@@ -74,7 +74,7 @@ def test_auto_takes_the_cheapest_that_fits(work, monkeypatch):
 def test_tighter_limits_are_kept_by_micro_batches_and_recomputation(work, monkeypatch):
     """The update stays what it is; a limit that nothing meets is refused with one that would."""
     monkeypatch.setattr(planning, "DECODED", 1)
-    monkeypatch.setattr(planning, "decoding_bytes", lambda *_: 0)
+    monkeypatch.setattr(four_bits, "decoding_bytes", lambda *_: 0)
     free = planned(work, "auto")
     held = {}
     for share in (0.8, 0.35, 0.27):

@@ -265,13 +265,15 @@ def _some(model: Any, packs: Sequence[Any]) -> Any:
     """Some of the packs' examples, as long as they are, of all lengths alike.
 
     What attention keeps of a token depends on its segment, up to one beyond SHORT: there
-    longer ones are cut. Branches go with their prompt.
+    longer ones are cut. Branches go with their prompt. A model that does not pack gets one.
     """
     weights = sum(parameter.numel() for parameter in model.network.parameters())
     count = min(max(int(MEASURED_OPERATIONS / (2 * weights)), FEWEST_TOKENS), MOST_TOKENS)
     trees = sorted((tree for one in packs for tree in _trees(one)), key=_tokens)
     count = max(count, min(_tokens(trees[-1]), SHORT + 1))
     chosen = evenly([_tokens(tree) for tree in trees], count)
+    if not getattr(model, "packs_exactly", True):
+        chosen = [len(trees) - 1]
     parts: list[tuple[Tensor, int]] = []
     for place in chosen:
         first = len(parts)
