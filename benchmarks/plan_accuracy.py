@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,12 +75,14 @@ def measured(recipe: Mapping[str, Any], folder: Path, live: bool) -> dict[str, A
     live  record the allocator (lasting, activations, head, peak: bytes); else resident memory
           and seconds of an update
     """
+    from lehr.diagnosis.live_bytes import live_tensors
     from lehr.pipeline import four_bits, planning
     from lehr.pipeline.events import Event, Events
     from lehr.pipeline.stage_run import train_stage
     from lehr.recipe.loading import load_recipe
     from lehr.training import resources
 
+    of_others = live_tensors() if live else []  # where this is not all that the process does
     planning.DECODED = 0  # nothing decodes below
     four_bits.decoding_bytes = lambda *_: 0
     text = {"output": "out", "template": "auto", **recipe}
@@ -104,7 +106,7 @@ def measured(recipe: Mapping[str, Any], folder: Path, live: bool) -> dict[str, A
     }
     arguments = (prepared, planned, place, "key", prepared.bench.base, Events(None, [heard]))
     if live:
-        with _recorded(found):
+        with _recorded(found, of_others):
             train_stage(*arguments)
     else:
         resources.reset_peak_memory()
@@ -115,7 +117,7 @@ def measured(recipe: Mapping[str, Any], folder: Path, live: bool) -> dict[str, A
 
 
 @contextmanager
-def _recorded(found: dict[str, Any]) -> Iterator[None]:
+def _recorded(found: dict[str, Any], of_others: Sequence[Any]) -> Iterator[None]:
     """Record every update of the engine; fills `found` at the end."""
     import torch
 
@@ -126,19 +128,19 @@ def _recorded(found: dict[str, Any]) -> Iterator[None]:
     from lehr.training.engine import Engine
 
     updates: list[Timeline] = []
-    on_disk: list[Any] = []
+    uncounted = list(of_others)
 
     def parent(own: Any) -> Any:
         def train_all(self: Any, *arguments: Any) -> Any:
             kept = own(self, *arguments)
-            on_disk.extend(kept.values())  # mapped from a file, not in memory
+            uncounted.extend(kept.values())  # mapped from a file, not in memory
             return kept
 
         return train_all
 
     def attempt(own: Any) -> Any:
         def record(self: Any, *arguments: Any) -> Any:
-            with recording(live_tensor_bytes(without=on_disk)) as one:
+            with recording(live_tensor_bytes(without=uncounted)) as one:
                 out = own(self, *arguments)
             updates.append(one.timeline)
             return out

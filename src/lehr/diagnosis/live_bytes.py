@@ -76,21 +76,23 @@ def timeline_of(
     return Timeline([time for time, _ in ordered], running, before, named)
 
 
-def live_tensor_bytes(without: Iterable[Tensor] = ()) -> int:
-    """Bytes of all storages on the CPU that a tensor of this process holds, each counted once.
+def live_tensors() -> list[Tensor]:
+    """Tensors on the CPU that this process holds, gradients included."""
+    gc.collect()
+    found = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    # isinstance would wake what loads lazily; a gradient is no object of its own here
+    found += [one.grad for one in found if one.is_leaf and one.grad is not None]
+    return [one for one in found if one.device.type == "cpu"]
 
-    without  tensors that stay on disk (mapped files): not counted
+
+def live_tensor_bytes(without: Iterable[Tensor] = ()) -> int:
+    """Bytes of the storages of `live_tensors`, each counted once.
+
+    without  tensors that stay on disk (mapped files), or are not of what is measured
     """
     left_out = {tensor.untyped_storage().data_ptr() for tensor in without}
-    gc.collect()
-    found: dict[int, int] = {}
-    for one in gc.get_objects():
-        if not issubclass(type(one), Tensor):  # isinstance would wake what loads lazily
-            continue
-        for tensor in (one, one.grad if one.is_leaf else None):
-            if tensor is not None and tensor.device.type == "cpu":
-                storage = tensor.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
+    storages = [tensor.untyped_storage() for tensor in live_tensors()]
+    found = {storage.data_ptr(): storage.nbytes() for storage in storages}
     return sum(size for at, size in found.items() if at not in left_out)
 
 
