@@ -84,7 +84,8 @@ def parent_of(prepared: Prepared, planned: PlannedStage, place: Path) -> State:
     if key != key_of(place):
         expected = (
             "recipe, data, model and libraries as they were when the stage was trained: its "
-            "batches cannot be made again from what is there now"
+            "batches cannot be made again from what is there now. Put the data files and the "
+            "model back as they were (and the same version of lehr), then ask again"
         )
         raise RecipeError(Problem(str(place), expected))
     return parent

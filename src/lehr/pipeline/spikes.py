@@ -6,7 +6,6 @@ their lines bit for bit; then the batch is looked at with older, fresh and the v
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ from lehr.pipeline.run_stages import (
     stage_folder,
 )
 from lehr.pipeline.spike_batches import Around, measured, rows_alone
-from lehr.pipeline.stage_run import rows_of, train_stage
+from lehr.pipeline.stage_run import read_lines, rows_of, train_stage
 from lehr.recipe.loading import load_recipe
 from lehr.report.wording import duration
 from lehr.stages.context import StageContext
@@ -104,7 +103,7 @@ def _row(place: Path, update: int) -> tuple[dict[str, Any], list[dict[str, Any]]
     are a history of their own up to there.
     """
     live = rows_of(place)
-    undone = _lines(place / UNDONE)
+    undone = read_lines(place / UNDONE)  # a kill may have torn its last line
     before = _history(live, undone)
     for rows in (before, live):
         skipped = [
@@ -136,12 +135,6 @@ def _history(live: list[dict[str, Any]], undone: list[dict[str, Any]]) -> list[d
     begin = min(int(one["attempt"]) for one in first)
     lines = [{k: v for k, v in one.items() if k != "rewind"} for one in first]
     return [one for one in live if int(one["attempt"]) < begin] + lines
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 class _Work:
