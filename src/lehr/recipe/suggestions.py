@@ -23,6 +23,7 @@ from lehr.recipe.schema import (
     Source,
     Stage,
 )
+from lehr.recipe.stability import Guarding
 
 # Sections by id: what a message calls them, and their keys' home.
 SECTIONS: Mapping[str, tuple[str, type[BaseModel]]] = {
@@ -35,6 +36,7 @@ SECTIONS: Mapping[str, tuple[str, type[BaseModel]]] = {
     "ema": ("ema (of a stage)", Ema),
     "keep": ("keep (of a stage)", Keep),
     "gates": ("gates", Gates),
+    "guard": ("guard (of a stage)", Guarding),
 }
 
 # Keys of the design that this version does not have, by section, and what is there instead.
