@@ -186,6 +186,8 @@ Rows = Annotated[int, Field(ge=0), AfterValidator(_at_most(10**9)), BeforeValida
 # A number of rows, updates or tokens that no machine gets through is a slip of the hand.
 LARGEST = 10**9
 Count = Annotated[int, Field(ge=1), AfterValidator(_at_most(LARGEST)), BeforeValidator(as_whole)]
+Several = Annotated[int, Field(ge=2), AfterValidator(_at_most(LARGEST)), BeforeValidator(as_whole)]
+Window = Annotated[int, Field(ge=32), AfterValidator(_at_most(LARGEST)), BeforeValidator(as_whole)]
 Threads = Annotated[int, Field(ge=1), AfterValidator(_at_most(1024)), BeforeValidator(as_whole)]
 Updates = Annotated[int, Field(ge=1), AfterValidator(_at_most(10**7)), BeforeValidator(as_whole)]
 Length = Annotated[int, Field(ge=2), AfterValidator(_at_most(10**8)), BeforeValidator(as_whole)]

@@ -6,7 +6,18 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from lehr.recipe.fields import BelowOne, Count, Number, Rows, Section, Text, Truth, as_nothing
+from lehr.recipe.fields import (
+    BelowOne,
+    Count,
+    Number,
+    Rows,
+    Section,
+    Several,
+    Text,
+    Truth,
+    Window,
+    as_nothing,
+)
 
 
 class AdaptiveClip(Section):
@@ -21,7 +32,7 @@ class AdaptiveClip(Section):
     decay: Annotated[BelowOne | None, BeforeValidator(as_nothing)] = Field(
         default=None, description="of the averages; 0.98 of tensor, 0.97 of z_score"
     )
-    warmup: Annotated[Count | None, Field(ge=2), BeforeValidator(as_nothing)] = Field(
+    warmup: Annotated[Several | None, BeforeValidator(as_nothing)] = Field(
         default=None, description="updates that are only watched; 100 of tensor, 25 of z_score"
     )
 
@@ -47,7 +58,7 @@ class Guarding(Section):
         default="rewind", description="skip it and go back where that does not help; skip; stop"
     )
     limit: Number = Field(default=8.0, ge=1, description="spreads above the median that are usual")
-    window: Annotated[Count, Field(ge=32)] = Field(
+    window: Window = Field(
         default=128, description="accepted updates that a new one is compared with"
     )
     rewinds: Rows = Field(default=3, description="how often a stage may go back; then it stops")

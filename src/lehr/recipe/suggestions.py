@@ -8,22 +8,31 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from typing import get_args
 
 from pydantic import BaseModel
 
 from lehr.recipe.schema import (
     STAGE_CLASSES,
     Adapter,
-    Ema,
     Gates,
-    Keep,
-    Optimizer,
     Recipe,
-    Schedule,
     Source,
     Stage,
 )
-from lehr.recipe.stability import Guarding
+
+
+def _nested(models: Iterable[type[BaseModel]]) -> dict[str, tuple[str, type[BaseModel]]]:
+    """The sections that stages alone have as values of their keys, by that key."""
+    found: dict[str, tuple[str, type[BaseModel]]] = {}
+    for model in models:
+        for name, field in model.model_fields.items():
+            for kind in (field.annotation, *get_args(field.annotation)):
+                kind = next(iter(get_args(kind)), kind)
+                if isinstance(kind, type) and issubclass(kind, BaseModel) and kind is not Adapter:
+                    found[name] = (f"{name} (of a stage)", kind)
+    return found
+
 
 # Sections by id: what a message calls them, and their keys' home.
 SECTIONS: Mapping[str, tuple[str, type[BaseModel]]] = {
@@ -31,12 +40,8 @@ SECTIONS: Mapping[str, tuple[str, type[BaseModel]]] = {
     "adapter": ("adapter", Adapter),
     "source": ("a source in data", Source),
     "stage": ("a stage", Stage),
-    "schedule": ("schedule (of a stage)", Schedule),
-    "optimizer": ("optimizer (of a stage)", Optimizer),
-    "ema": ("ema (of a stage)", Ema),
-    "keep": ("keep (of a stage)", Keep),
     "gates": ("gates", Gates),
-    "guard": ("guard (of a stage)", Guarding),
+    **_nested(STAGE_CLASSES.values()),
 }
 
 # Keys of the design that this version does not have, by section, and what is there instead.
