@@ -56,6 +56,8 @@ def own() -> None:
 
 def working() -> None:
     """A verb begins."""
+    global _seen
+    _seen = False
     if _owned:
         _set(interrupt)
 

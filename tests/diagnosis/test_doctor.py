@@ -327,3 +327,9 @@ def test_pretraining_comes_low_in_its_many_updates(updates: int, named: bool) ->
     loss = 2.0 + 5.6 * fast + 2.4 * slow + noise
     found = diagnose(curve_of_columns({"step": steps, "loss": loss}))
     assert ("too_low_too_soon" in [one.name for one in found.findings]) is named
+
+
+def test_a_loss_that_is_exactly_zero_is_read() -> None:
+    loss = np.concatenate([np.linspace(3.0, 0.0, 60), np.zeros(60)])
+    told = evaluations({10 * i: 0.5 + 0.1 * abs(i - 8) for i in range(1, 12)})[: len(loss)]
+    diagnose(curve_of_columns({"loss": loss, "eval_loss": told}))

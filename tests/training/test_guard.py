@@ -10,6 +10,7 @@ from lehr.training.guard import GuardSettings, signals_of
 from lehr.training.robust import FEWEST, Kind, Window, median, spread
 from lehr.training.schedules import raise_problems
 
+NORM = "gradient norm"
 PLAIN = Kind(logarithm=False, absolute=0.1)
 WAVE = [3.0 + 0.01 * (-1) ** n for n in range(200)]  # a loss with noise 0.01
 
@@ -145,3 +146,11 @@ def test_settings_are_checked(wrong):
     (name,) = wrong
     with pytest.raises(RecipeError, match=f"guard.{name}"):
         raise_problems(GuardSettings(**wrong).problems())
+
+
+def test_gradients_of_what_is_learnt_by_heart_are_never_unusual() -> None:
+    found = RealGuard(GuardSettings())
+    for attempt in range(200):
+        found.accept(attempt, {NORM: 1e-6 * (1 + 0.01 * (attempt % 3))})
+    assert found.judge({NORM: 9e-5}) is None
+    assert found.judge({NORM: 2e-4}) is not None

@@ -99,7 +99,10 @@ def scales(look: Look) -> Sign | None:
             off = min(off, abs(math.log(max(ratio, 1e-9) / multiple)))
     elif len(values) >= 3 and look.enough:
         ratios = at(look.loss.steps, look.loss.value, steps) / np.maximum(values, 1e-9)
-        factor, multiple = float(np.median(ratios)), round(float(np.median(ratios)))
+        factor = float(np.median(ratios))
+        if not math.isfinite(factor):
+            return None
+        multiple = round(factor)
         if multiple < 2 or float(np.ptp(ratios)) > 0.3 * factor:
             return None
         off = abs(math.log(factor / multiple)) * 3.0
@@ -249,7 +252,7 @@ def train_down_eval_up(look: Look) -> Sign | None:
     fallen = float(train[low] - np.median(train[-2:]))
     spread = noise(values)
     least = max(LIMITS["eval_up"] * max(values[0] - values[low], 0.1 * values[0]), 3.0 * spread)
-    down = max(fallen, 0.0) / max(0.02 * abs(float(train[low])), 1.5 * look.noise / 4.0)
+    down = max(fallen, 0.0) / max(0.02 * abs(float(train[low])), 1.5 * look.noise / 4.0, 1e-12)
     seen = (
         f"evaluation {values[low]:.3g} to {values[-1]:.3g}, "
         f"training {train[low]:.3g} to {train[-1]:.3g}"

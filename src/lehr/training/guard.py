@@ -23,6 +23,9 @@ LOSS, GRADIENT, STEP = "loss", "gradient norm", "update norm"
 SHORTEST = 32
 PATIENCE, MEMORY = 3, 8  # so many unusual ones among the newest attempts: the state is to blame
 FARTHEST = 64  # applied updates that may be blamed
+# Of a gradient norm: what is learnt by heart leaves gradients of 1e-6, of which the tenfold is
+# usual and harmless; the step that it takes is still watched.
+QUIET = 1e-4
 
 _KINDS = {
     LOSS: Kind(logarithm=False, absolute=0.03, relative=0.02),
@@ -122,6 +125,8 @@ class Guard:
         """The signal that is furthest above its limit, if one is. Changes nothing."""
         worst, excess = None, 0.0
         for name, value in signals.items():
+            if name == GRADIENT and value < QUIET:
+                continue
             found = self._window(name).judge(value, self.settings.limit)
             if found is None:
                 continue

@@ -12,6 +12,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+from lehr import signals
 from lehr.errors import Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -30,6 +31,8 @@ class Interrupts:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
+        if signals.seen():  # its exception was lost: Python ignores one in a finalizer
+            self.requested = "a signal"
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 self._previous[number] = signal.signal(number, self._handle)
