@@ -107,11 +107,17 @@ def table(replays: Sequence[Replay]) -> list[str]:
     for one in replays:
         pairs = [("loss", one.losses)] + ([("norm", one.norms)] if one.norms else [])
         for name, values in pairs:
-            numbers = f"{values.batch:6.3g} {values.usual:6.3g} {values.limit:6.3g}"
+            numbers = " ".join(map(_cell, (values.batch, values.usual, values.limit)))
             sign = "UNUSUAL" if values.unusual else ""
             label = one.state if name == "loss" else "  its gradient's norm"
             lines.append(f"{label:<{width}} {numbers}  {sign}".rstrip())
+    if any(math.isnan(one.losses.usual) for one in replays):
+        lines.append("too few other batches are near it: what is usual is not known")
     return lines
+
+
+def _cell(value: float) -> str:
+    return f"{'-' if math.isnan(value) else format(value, '.3g'):>6}"
 
 
 def shown(origin: str) -> str:
