@@ -12,9 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,15 +26,7 @@ CHATS = 240
 TIMINGS = ("seconds",)
 
 
-class Process(Protocol):
-    """As subprocess.Popen: a run of the command line."""
-
-    def poll(self) -> int | None: ...
-    def kill(self) -> None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-
-
-Launch = Callable[[Sequence[str]], Process]
+Process = subprocess.Popen[bytes]
 
 
 def launch(words: Sequence[str]) -> Process:
@@ -43,17 +35,17 @@ def launch(words: Sequence[str]) -> Process:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def part_run(where: Any, start: Launch = launch) -> list[Row]:
+def part_run(where: Any) -> list[Row]:
     """Killed after a checkpoint and gone on with, beside the same recipe without a kill."""
     with tempfile.TemporaryDirectory() as aside:
         folder = Path(aside)
         recipe = write_recipe(folder, where.size, where.device)
         begun = time.perf_counter()
         cut, whole = folder / "cut", folder / "whole"
-        killed_after = kill_half_way(start(words(recipe, cut)), cut, where.until)
-        finish(start(words(recipe, cut)), where.until)
+        killed_after = kill_half_way(launch(words(recipe, cut)), cut, where.until)
+        finish(launch(words(recipe, cut)), where.until)
         seconds = time.perf_counter() - begun
-        finish(start(words(recipe, whole)), where.until)
+        finish(launch(words(recipe, whole)), where.until)
         return [judged(cut, whole, killed_after, seconds, where.device)]
 
 

@@ -18,8 +18,8 @@ from lehr.diagnosis.doctor_curve import curve_of_rows
 from lehr.diagnosis.doctor_look import Context
 from lehr.errors import RecipeError
 from lehr.pipeline.events import Events
-from lehr.pipeline.examining import RECORD, lines_of, of_lehr
-from lehr.pipeline.files import read_json, write_json
+from lehr.pipeline.examining import RECORD, of_lehr
+from lehr.pipeline.files import read_json, read_lines, write_json
 from lehr.pipeline.staging import PlannedStage
 from lehr.training import events as engine
 
@@ -50,7 +50,7 @@ class LiveDoctor:
     def __call__(self, event: Any) -> None:
         if isinstance(event, engine.RunStarted):
             self.updates = event.updates
-            self.rows = lines_of(self.folder / "metrics.jsonl")
+            self.rows = read_lines(self.folder / "metrics.jsonl")
         elif isinstance(event, engine.ResumedFrom):
             resumes = (*self.context.resumes, float(event.update))
             self.context = replace(self.context, resumes=resumes)

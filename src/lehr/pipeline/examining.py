@@ -5,18 +5,16 @@ Nothing here needs more than the files: `lehr doctor FILE` answers in about a se
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from lehr.diagnosis.doctor import Diagnosis, Finding, diagnose
 from lehr.diagnosis.doctor_curve import Curve
 from lehr.diagnosis.doctor_look import Context
 from lehr.diagnosis.doctor_readers import read_curve
 from lehr.errors import Problem, RecipeError
-from lehr.pipeline.files import read_json
+from lehr.pipeline.files import read_json, read_lines
 
 # What lehr's own stages cannot have: masks and shifts are proven by the admission probe, an
 # update's loss is divided by its own weight, a resume has the same bits, evaluation runs in eval
@@ -96,20 +94,10 @@ def _recorded(folder: Path) -> Context:
     known = known if isinstance(known, dict) else {}
     fields = {name: known[name] for name in Context.__dataclass_fields__ if name in known}
     fields["resumes"] = tuple(fields.get("resumes") or ())
-    for row in lines_of(folder.parent / "events.jsonl"):
+    for row in read_lines(folder.parent / "events.jsonl"):
         same = row.get("kind") == "resumed" and row.get("stage") == folder.name
         if same and isinstance(row.get("update"), int | float):
             fields["resumes"] = tuple(sorted({*fields["resumes"], float(row["update"])}))
     with suppress(TypeError, ValueError):
         return Context(**fields)
     return Context()
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    with suppress(OSError):
-        for line in path.read_bytes().split(b"\n"):
-            with suppress(ValueError):
-                row = json.loads(line)
-                rows += [row] if isinstance(row, dict) else []
-    return rows

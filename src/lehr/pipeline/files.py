@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,14 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
         folder.rename(old)
     aside.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file; nothing where it is absent."""
+    rows = []
+    with suppress(OSError):
+        for line in path.read_bytes().split(b"\n"):
+            with suppress(ValueError):
+                row = json.loads(line)
+                rows += [row] if isinstance(row, dict) else []
+    return rows

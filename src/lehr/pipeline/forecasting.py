@@ -28,7 +28,8 @@ from lehr.models.tokenizer import stop_ids_of
 from lehr.pipeline.events import Events
 from lehr.pipeline.fitting import target_problems
 from lehr.pipeline.keys import in_four_bits
-from lehr.pipeline.planning import Encode, machine_and_precision, plan_entries, plan_stages, settle
+from lehr.pipeline.plan_entries import plan_entries
+from lehr.pipeline.planning import Encode, machine_and_precision, plan_stages, settle
 from lehr.pipeline.sources import EncodedSource, ReadSource, encode_source, read_all
 
 BYTES_PER_TOKEN = 3  # without a tokenizer; English in today's vocabularies has 4 to 5

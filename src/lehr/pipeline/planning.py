@@ -6,7 +6,7 @@ timing never decides twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from lehr.pipeline.events import Events
 from lehr.pipeline.files import read_json, write_json
 from lehr.pipeline.fitting import batch_finding, position_problems, target_problems
 from lehr.pipeline.float8_export import chosen_layers
-from lehr.pipeline.four_bits import forecast_keys, model_keys, settle_decoding
+from lehr.pipeline.four_bits import forecast_keys, settle_decoding
 from lehr.pipeline.guarding import quarantine_of
 from lehr.pipeline.keys import base_key
 from lehr.pipeline.memory_limits import (
@@ -47,6 +47,7 @@ from lehr.pipeline.memory_limits import (
     slack_share,
 )
 from lehr.pipeline.optimizing import require_optimizers
+from lehr.pipeline.plan_entries import plan_entries
 from lehr.pipeline.precision import require_precision
 from lehr.pipeline.recomputing import Settled, settle_recompute
 from lehr.pipeline.sources import EncodedSource, ReadSource, corpus, encode_source, read_all
@@ -461,67 +462,3 @@ def _adapter_parameters(recipe: Any, stage: Any, bench: Any) -> int:
             total += adapter.rank * (module.in_features + module.out_features)
     width = model.network.get_input_embeddings().weight.shape[1]
     return total + len(model.new_rows) * int(width)
-
-
-def plan_entries(
-    recipe: Any,
-    stages: Sequence[PlannedStage],
-    bench: Any,
-    machine: Mapping[str, Any],
-    precision: Mapping[str, Any],
-) -> dict[str, Any]:
-    model = bench.model
-    chats = bool(getattr(model.tokenizer, "chat_template", None))
-    return {
-        "recipe_hash": recipe_hash(recipe),
-        "date": recipe.date,
-        "machine": machine,
-        "precision": precision,
-        "model": {
-            "name": recipe.model,
-            "parameters": parameter_count(model.network),
-            "layers": int(getattr(model.config, "num_hidden_layers", 0)),
-            "vocabulary": model.vocabulary_size,
-            "assistant": chats and not model.new_rows,
-            "template": recipe.template,
-            "new_rows": len(model.new_rows),
-            **model_keys(model, precision["value"], bench.decodes_in_place),
-        },
-        "stages": [_planned_entry(one, precision["value"]) for one in stages],
-        "gates": [],
-        "data": list(
-            {
-                name: source.accounting.as_json()
-                for one in stages
-                for name, source in one.sources.items()
-            }.values()
-        ),
-        "findings": [line for one in stages for line in one.findings],
-    }
-
-
-def _planned_entry(planned: PlannedStage, precision: str) -> dict[str, Any]:
-    settings = planned.settings(precision)
-    step = max(1, planned.updates // 100)
-    return {
-        "folder": planned.folder_name,
-        "kind": planned.stage.kind,
-        "name": planned.name,
-        "data": ", ".join(planned.stage.mixture()),
-        "updates": planned.updates,
-        "tokens_per_update": planned.tokens_per_update,
-        "seconds": round(planned.seconds, 1),
-        "limit_tokens_per_second": round(planned.limit_tokens_per_second, 1),
-        "learning_rate": settings.learning_rate,
-        "curve": [settings.rate(index) for index in range(0, planned.updates, step)],
-        "settled_for": planned.settled_for,
-        "micro_batch": planned.micro_batch,
-        "micro_batch_why": planned.micro_batch_why,
-        "head_chunk": planned.head_chunk,
-        **planned.recompute.as_json(),
-        "recompute_report": planned.recompute_report,
-        "trains": "all weights" if planned.trains_all else "adapter",
-        "memory": dict(planned.memory or {}),
-        "disk": planned.disk,
-        **({"fp8": planned.float8} if planned.float8 else {}),
-    }

@@ -15,7 +15,7 @@ from lehr.diagnosis.spike import STATE, Bits, Record, Replay, Spike, recorded
 from lehr.errors import Problem, RecipeError
 from lehr.objectives.base import Objective
 from lehr.pipeline.events import Events, Listener
-from lehr.pipeline.files import read_json
+from lehr.pipeline.files import read_json, read_lines
 from lehr.pipeline.folder import at_rest
 from lehr.pipeline.planning import prepare
 from lehr.pipeline.replaying import Again, Source, again
@@ -27,7 +27,7 @@ from lehr.pipeline.run_stages import (
     stage_folder,
 )
 from lehr.pipeline.spike_batches import Around, measured, rows_alone
-from lehr.pipeline.stage_run import read_lines, rows_of, train_stage
+from lehr.pipeline.stage_run import rows_of, train_stage
 from lehr.recipe.loading import load_recipe
 from lehr.report.wording import duration
 from lehr.stages.context import StageContext

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +22,7 @@ from lehr.pipeline.events import Events
 from lehr.pipeline.files import (
     link_weights,
     read_json,
+    read_lines,
     remove_unfinished,
     write_json,
     write_text,
@@ -299,17 +298,6 @@ def make_ready(folder: Path, key: str) -> None:
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     """The lines of the stage's metrics.jsonl that can be read."""
     return read_lines(folder / "metrics.jsonl")
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file; nothing where it is absent."""
-    rows = []
-    with suppress(OSError):
-        for line in path.read_bytes().split(b"\n"):
-            with suppress(ValueError):
-                row = json.loads(line)
-                rows += [row] if isinstance(row, dict) else []
-    return rows
 
 
 def _seconds(folder: Path, spent: float, reused: bool) -> float:

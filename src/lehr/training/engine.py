@@ -48,9 +48,11 @@ from lehr.training.settings import EngineSettings
 from lehr.training.spans import Spans
 from lehr.training.state import (
     copied,
+    modes_of,
     not_finite,
     put_back,
     running_buffers,
+    set_modes,
     trained_parameters,
 )
 from lehr.training.steps import effective_steps
@@ -367,13 +369,13 @@ class Engine:
         """Evaluate now; move best and early stop. Returns the values, columns of the gap of
         batch norms, and whether the values are best."""
         progress = self.progress
-        modes = _modes(self.model)
+        modes = modes_of(self.model)
         self.model.eval()
         try:
             with torch.no_grad(), self._as_average(), self.numerics.evaluating():
                 values, gap = self._norms.measure(evaluate, progress.update)
         finally:
-            _set_modes(modes)
+            set_modes(modes)
         if not values:
             raise RecipeError(Problem("evaluation", "at least one value"))
         is_best = progress.evaluated(values)
@@ -433,10 +435,10 @@ class Engine:
             return 0
         average.put_into_model()
         if self._reestimates:
-            modes = _modes(self.model)
+            modes = modes_of(self.model)
             self.model.eval()
             self._norms.reestimate(self._forwards())
-            _set_modes(modes)
+            set_modes(modes)
         self._emit(events.PromotedAverage(update, average.count, average.settings.decay))
         return average.count
 
@@ -480,7 +482,7 @@ class Engine:
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
         """Train mode inside; modes and the global random state as before outside."""
-        modes = _modes(self.model)
+        modes = modes_of(self.model)
         devices = list(dict.fromkeys([CPU, self._device]))
         before = random_state(devices)
         self.model.train()
@@ -491,18 +493,8 @@ class Engine:
             gradients.clear(self._trained)
             self._metrics.close()
             set_random_state(devices, before)
-            _set_modes(modes)
+            set_modes(modes)
 
 
 def _column(name: str) -> str:
     return name if name.startswith("source.") else f"objective.{name}"
-
-
-def _modes(model: nn.Module) -> list[tuple[nn.Module, bool]]:
-    """Train or eval mode of every module: a frozen part may stand in eval mode for good."""
-    return [(module, module.training) for module in model.modules()]
-
-
-def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
-    for module, training in modes:
-        module.training = training

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -109,6 +109,17 @@ def put_back(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], where:
     with torch.no_grad():
         for name, target in targets.items():
             target.copy_(values[name])
+
+
+def modes_of(model: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Train or eval mode of every module: a frozen part may stand in eval mode for good."""
+    return [(module, module.training) for module in model.modules()]
+
+
+def set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    """Put every module back into the mode that `modes_of` found."""
+    for module, training in modes:
+        module.training = training
 
 
 def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
