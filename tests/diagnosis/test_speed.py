@@ -16,6 +16,7 @@ from lehr.diagnosis.speed import (
     seconds_by_class,
     shares,
 )
+from lehr.diagnosis.speed_events import with_shapes
 from lehr.diagnosis.speed_operations import (
     BACKWARD,
     MODULE,
@@ -166,3 +167,27 @@ def test_idle_time_of_an_accelerator():
     assert idle_after_waits(kernels, [(0.2, 1.2)]) == (2.0, 2.0)
     assert idle_after_waits(kernels, []) == (0.0, 4.0)
     assert idle_after_waits([], []) == (0.0, 0.0)
+
+
+def test_operations_take_their_shapes_from_another_profile_of_the_same_updates():
+    def profiled(began: float, shapes: bool) -> list[Event]:
+        def event(name: str, at: float, size: int) -> Event:
+            return Event(name, began + at, began + at + 1, shapes=[[size, size]] * shapes)
+
+        return [
+            Event("lehr update 3", began, began + 10),
+            event("aten::add", 3, 8),
+            event("aten::mm", 1, 2),
+            event("aten::mm", 5, 4),
+            Event("lehr update 4", began + 10, began + 20),
+            event("aten::mm", 11, 6),
+            event("aten::mm", 25, 9),  # after the updates
+        ]
+
+    timed, shaped = profiled(100.0, False), profiled(0.0, True)
+    found = with_shapes(timed, shaped)
+    sizes = [list(one.shapes[0])[:1] if one.shapes else [] for one in found]
+    assert sizes == [[], [8], [2], [4], [], [6], []]
+    assert [one.began for one in found] == [one.began for one in timed]
+    fewer = with_shapes(timed, shaped[:2])  # what the other does not have stays without
+    assert [bool(one.shapes) for one in fewer] == [False, True, *[False] * 5]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,49 +10,55 @@ import torch
 from tests.training.small_runs import Cycle, NextToken, Small, merge_packs, rows, weights_hash
 
 from lehr.diagnosis import speed_probe
-from lehr.diagnosis.speed_probe import Speed, Workload, measure_speed
+from lehr.diagnosis.speed_probe import Workload, measure_speed
 from lehr.diagnosis.speed_ranks import exchanged, timed_exchange
 from lehr.training.settings import EngineSettings
 
 LIMITS = {"gflops": 50.0, "gbytes": 10.0}
 
 
+# Seconds of the clock below, far above what these modules really compute.
+TICK, FORWARD, WAIT = 0.01, 0.2, 2.0
+
+
+class Clock:
+    """Goes on when it is read, and by what is waited for: a busy machine changes nothing."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += TICK
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+
+CLOCK = Clock()
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(speed_probe, "measure_limits", lambda *_: LIMITS)
     monkeypatch.setattr(speed_probe, "MOST", 6)
+    monkeypatch.setattr(speed_probe, "fair_clock", CLOCK)
 
 
 def work(**changes: Any) -> Workload:
     settings = EngineSettings(updates=1, learning_rate=0.1, checkpoint_every=10**6)
+    model = Small()
+    model.register_forward_hook(lambda *_: CLOCK.wait(FORWARD))
     given = {"batches": Cycle(rows(12), 4), "settings": settings, "merge": merge_packs}
-    return Workload(Small(), NextToken(), seed_names=(0, "speed"), **{**given, **changes})
-
-
-WAIT = 0.15  # seconds: far above an update of the small module, also on a busy machine
-ATTEMPTS = 4  # other programs can fall on one measurement; a wrong rule falls on all
+    return Workload(model, NextToken(), seed_names=(0, "speed"), **{**given, **changes})
 
 
 class Late(Cycle):
     """Batches that come late."""
 
     def next(self) -> Any:
-        time.sleep(WAIT)
+        CLOCK.wait(WAIT)
         return super().next()
-
-
-def named(bottleneck: str, measure: Callable[[], Speed]) -> Speed:
-    """The first measurement that names it and whose trial is faster, of a few."""
-    found = []
-    for _ in range(ATTEMPTS):
-        one = measure()
-        found.append((one.bottleneck, one.trial))
-        trial = one.trial
-        if one.bottleneck != bottleneck or trial is None:
-            continue
-        if trial.batches > 1 or trial.measured < 0.7 * trial.before:
-            return one
-    raise AssertionError(found)
 
 
 def test_a_slow_loader_is_named_and_proven(tmp_path):
@@ -62,10 +66,12 @@ def test_a_slow_loader_is_named_and_proven(tmp_path):
     before, position = weights_hash(late.model), late.batches.state()
     state = torch.get_rng_state()
     trace = tmp_path / "traces" / "t.json"
-    found = named("data", lambda: measure_speed(late, seconds=0.1, trace=trace))
-    assert sum(found.shares.values()) == pytest.approx(1.0)
+    found = measure_speed(late, seconds=0.1, trace=trace)
+    assert found.bottleneck == "data" and sum(found.shares.values()) == pytest.approx(1.0)
     assert found.trial is not None and found.trial.change == "one cached batch"
-    assert found.gain > 1.2 and "faster source" in found.fix
+    assert found.seconds["data"] == pytest.approx(WAIT + TICK)
+    assert found.trial.before - found.trial.measured == pytest.approx(WAIT)
+    assert found.trial.agrees and found.gain > 1.2 and "faster source" in found.fix
     assert weights_hash(late.model) == before and late.batches.state() == position
     assert torch.equal(torch.get_rng_state(), state)
     assert json.loads((tmp_path / "traces" / "t.json").read_text())["traceEvents"]
@@ -73,7 +79,8 @@ def test_a_slow_loader_is_named_and_proven(tmp_path):
 
 def test_small_operations_are_the_hosts():
     """One update was asked for; the probe takes as many as it needs."""
-    found = named("host", lambda: measure_speed(work(settings=work().settings), seconds=0.1))
+    found = measure_speed(work(settings=work().settings), seconds=0.1)
+    assert found.bottleneck == "host"
     assert found.trial is not None and found.trial.batches == 2
     assert 0 < found.mfu < 0.2 and found.hfu == found.mfu
 
@@ -81,10 +88,25 @@ def test_small_operations_are_the_hosts():
 def test_a_slow_observer_is_the_log():
     def observer(event: Any) -> None:
         if hasattr(event, "row"):
-            time.sleep(WAIT)
+            CLOCK.wait(WAIT)
 
-    found = named("log", lambda: measure_speed(work(observers=(observer,)), seconds=0.1))
+    found = measure_speed(work(observers=(observer,)), seconds=0.1)
+    assert found.bottleneck == "log"
     assert found.trial is not None and found.trial.change == "no observers"
+    assert found.trial.before - found.trial.measured == pytest.approx(WAIT)
+
+
+def test_times_are_of_a_profile_without_shapes_and_products_of_one_with_them(monkeypatch):
+    """With shapes the profiler's own memory lies between large blocks: fresh pages each pass."""
+    asked, real = [], torch.profiler.profile
+
+    def profile(*arguments: Any, **options: Any) -> Any:
+        asked.append(options.get("record_shapes", False))
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(torch.profiler, "profile", profile)
+    found = measure_speed(work(), seconds=0.1, prove=False)
+    assert asked == [True, False] and found.mfu > 0
 
 
 def test_an_update_that_takes_too_long_is_measured_on_some_of_its_packs(monkeypatch):

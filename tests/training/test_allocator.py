@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,3 +44,18 @@ def test_the_same_sizes_again_cost_no_page_faults():
 def test_another_c_library_is_left_alone(monkeypatch):
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
     assert allocator.keep_freed_memory() is False
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone has these options")
+def test_an_older_library_takes_the_largest_size_that_it_allows(monkeypatch):
+    taken = {}
+
+    def mallopt(option: int, size: int) -> int:
+        if option == -3 and size > 2**25:  # HEAP_MAX_SIZE / 2
+            return 0
+        taken[option] = size
+        return 1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=mallopt))
+    assert allocator.keep_freed_memory() is True
+    assert taken == {-1: 2**30, -2: 2**28, -3: 2**25}

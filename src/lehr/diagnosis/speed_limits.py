@@ -83,7 +83,7 @@ def _best(run: Callable[[], None], rounds: int = 5) -> float:
 
 def _profiled(run: Callable[[], None]) -> tuple[float, float]:
     """(seconds of `run` under a profile, median seconds of an operation in it)."""
-    profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+    profiler = profile(activities=[ProfilerActivity.CPU])
     profiler.start()
     spent = _best(run)
     profiler.stop()

@@ -25,7 +25,7 @@ from lehr.device import CPU
 from lehr.diagnosis import speed_fixes as fixes
 from lehr.diagnosis.speed import Speed, Trial, bottleneck_of, doubled, seconds_by_class
 from lehr.diagnosis.speed_clock import fair_clock
-from lehr.diagnosis.speed_events import events_of, module_ranges
+from lehr.diagnosis.speed_events import events_of, module_ranges, with_shapes
 from lehr.diagnosis.speed_limits import measure_limits, measure_overheads
 from lehr.diagnosis.speed_operations import (
     UPDATE,
@@ -400,17 +400,15 @@ def _prove(probe: Probe, plain: Timing, answer: Speed) -> tuple[Trial | None, Se
 
 def _profile(probe: Probe, plain: Timing, trace: Path | None) -> Table:
     """The table of a few profiled updates."""
-    device = next(probe.work.model.parameters()).device.type
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    profiler = torch.profiler.profile(activities=activities, record_shapes=True)
-    with module_ranges(probe.work.model):
-        probe.run(profiler=profiler, updates=PROFILED + 1)
+    position = probe.work.batches.state()
+    shaped, _, _ = events_of(_profiled(probe, shapes=True))
+    probe.work.batches.load(position)
+    profiler = _profiled(probe)
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(trace))
-    events, kernels, waits = events_of(profiler)
+    timed, kernels, waits = events_of(profiler)
+    events = with_shapes(timed, shaped)
     marks = [one for one in events if one.name.startswith(UPDATE)][1:]  # the first one warms up
     began, ended = min(one.began for one in marks), max(one.ended for one in marks)
     inside = [one for one in events if began <= one.began and one.ended <= ended]
@@ -420,6 +418,17 @@ def _profile(probe: Probe, plain: Timing, trace: Path | None) -> Table:
         idle, _ = idle_after_waits(within, waits)
         found.work["synchronisation"] = idle / len(marks)
     return found
+
+
+def _profiled(probe: Probe, *, shapes: bool = False) -> Any:
+    """The profiler of a few updates; with shapes its times are not those of a training."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if next(probe.work.model.parameters()).device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    profiler = torch.profiler.profile(activities=activities, record_shapes=shapes)
+    with module_ranges(probe.work.model):
+        probe.run(profiler=profiler, updates=PROFILED + 1)
+    return profiler
 
 
 def _wait_for_device() -> None:

@@ -27,6 +27,7 @@ from lehr.pipeline.staging import PlannedStage
 from lehr.recipe.loading import load_recipe, recipe_notices
 from lehr.recipe.resolve import resumed
 from lehr.stages.context import StageContext
+from lehr.training.allocator import keep_freed_memory
 
 
 def speed(
@@ -54,6 +55,7 @@ def speed(
     for notice in recipe_notices(recipe):
         events.emit("notice", notice)
     found: dict[str, Speed] = {}
+    keep_freed_memory()  # as the run does
     with tempfile.TemporaryDirectory() as aside:
         if (folder / LOCK).exists():
             with claimed(folder, name, fresh=False):  # two at once would measure each other

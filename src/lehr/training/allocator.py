@@ -11,7 +11,8 @@ import platform
 
 # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD of malloc.h. Blocks up to the last come from the
 # heap, as much free memory as the first says stays there, and it grows by the second at a time.
-_OPTIONS = {-1: 2**30, -2: 2**28, -3: 2**30}
+# glibc before 2.35 refuses a last one above 32 MiB.
+_OPTIONS = {-1: (2**30,), -2: (2**28,), -3: (2**30, 2**25)}
 
 
 def keep_freed_memory() -> bool:
@@ -25,5 +26,5 @@ def keep_freed_memory() -> bool:
         set_option = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    done = [set_option(option, size) for option, size in _OPTIONS.items()]
+    done = [any(set_option(option, size) for size in sizes) for option, sizes in _OPTIONS.items()]
     return all(done)
