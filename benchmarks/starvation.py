@@ -34,6 +34,7 @@ from torch import nn
 
 TARGET = 0.15
 SECONDS = 0.8  # of fair time for each run of the probe
+TURNS = 4  # with the thing in the way and without it, half as long each
 
 
 @dataclass(frozen=True)
@@ -143,22 +144,24 @@ def syncing_log(model: nn.Module, times: int, files: int, folder: Path) -> Calla
     return observe
 
 
-class FirstPacks:
-    """The first packs of each update only."""
+class Drawn:
+    """Some packs of each update, made beforehand: nothing is in the way but what is put there."""
 
     epoch = 0.0
 
-    def __init__(self, inner: Any, packs: int) -> None:
-        self._inner, self._packs = inner, packs
+    def __init__(self, inner: Any, packs: int, updates: int = 64) -> None:
+        self._updates = [list(inner.next())[:packs] for _ in range(updates)]
+        self._next = 0
 
     def next(self) -> list[Any]:
-        return list(self._inner.next())[: self._packs]
+        self._next += 1
+        return self._updates[self._next % len(self._updates)]
 
     def state(self) -> Any:
-        return self._inner.state()
+        return self._next
 
     def load(self, state: Any) -> None:
-        self._inner.load(state)
+        self._next = state
 
 
 @cache
@@ -198,7 +201,7 @@ def workload(case: Case) -> Any:
     settings = replace(
         settings_of(Row("speed", "speed"), 100), checkpoint_every=10**6, micro_batch=packs
     )
-    batches = FirstPacks(Stream(tokenizer, texts), packs)
+    batches = Drawn(Stream(tokenizer, texts), packs)
     objective = Language(accuracy=False, per_source=False)
     return Workload(model, objective, batches, settings, (0, "starvation"), merge=merge)
 
@@ -245,19 +248,18 @@ def measure(case: Case, seconds: float = SECONDS) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         plain = workload(case)
         work = starved(plain, case, Path(folder))
+        probe, without = Probe(work, seconds / 2), Probe(plain, seconds / 2)
         with slow_exchange(case.strength) if case.kind == "communication" else nullcontext():
             found = measure_speed(work, seconds=seconds)
-            probe = Probe(work, seconds)
             probe.first()
-            with_it = [probe.run().total for _ in range(2)]
-        if case.kind == "communication":
+            with_it = [probe.run().total for _ in range(TURNS)] if dist.is_initialized() else []
+        without.updates = probe.updates
+        if dist.is_initialized():
             dist.destroy_process_group()
-        without = Probe(plain, seconds)
-        if case.kind in ("host", "memory"):
-            plain.model.network.model.layers[0].mlp[1] = Plain()
-        without.updates = 2 * probe.updates
-        without_it = [without.run().total for _ in range(2)]
-    before, after = statistics.fmean(with_it), statistics.fmean(without_it)
+            without_it = [without.run().total for _ in range(TURNS)]
+        else:
+            with_it, without_it = in_turns(probe, without)
+    before, after = statistics.median(with_it), statistics.median(without_it)
     saved = 0.0 if case.kind == "compute" else before - after
     predicted = found.total - found.total / found.gain
     return {
@@ -267,6 +269,19 @@ def measure(case: Case, seconds: float = SECONDS) -> dict[str, Any]:
         "counterfactual": found.as_json()["counterfactual"], "mfu": found.mfu,
         "busy": found.busy, "fix": found.fix,
     }  # fmt: skip
+
+
+def in_turns(probe: Any, without: Any) -> tuple[list[float], list[float]]:
+    """Seconds of an update with the thing in the way and without it, one after the other."""
+    slot = probe.work.model.network.model.layers[0].mlp
+    module = slot[1]
+    with_it, without_it = [], []
+    for _ in range(TURNS):
+        slot[1] = module
+        with_it.append(probe.run().total)
+        slot[1] = Plain()
+        without_it.append(without.run().total)
+    return with_it, without_it
 
 
 def _rank(rank: int, case: Case, store: str, target: str) -> None:
