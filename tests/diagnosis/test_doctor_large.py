@@ -86,6 +86,7 @@ NOT_PLAIN = {
     "thousands": rows_of('"2,345"', "2"),
     "a name over two lines": 'step,loss,"a\nb"\n' + "1,2,3\n" * 60,
     "JSON, a row is a list": lines_of(2.5) + "[1, 2]\n" + lines_of(2),
+    "JSON, a row is null": lines_of(2.5) + "null\n" + lines_of(2),
     "JSON, a line is torn": lines_of(2.5) + '{"step": 2' + "\n" + lines_of(2.5),
     "JSON, blank lines": lines_of(2.5).replace("\n", "\n\n"),
     "JSON, a key twice": '{"step": 1, "loss": 2, "loss": 3}\n' * 60,

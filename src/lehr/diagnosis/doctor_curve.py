@@ -157,6 +157,7 @@ def curve_of_columns(
     steps = _steps(numbers, length)
     if "skipped" in columns:  # lehr: an update that was passed over has no loss
         nonfinite["loss"] = nonfinite["loss"] | (columns["skipped"] > 0)
+    _unhide(columns, nonfinite)
     order, restarts = _ordered(steps, columns, notes)
     return Curve(
         steps[order],
@@ -166,6 +167,14 @@ def curve_of_columns(
         restarts,
         tuple(notes),
     )
+
+
+def _unhide(columns: dict[str, Floats], nonfinite: dict[str, Flags]) -> None:
+    """HF's Trainer shows 0.0 for a loss that is not finite, beside a gradient norm that is not."""
+    if "grad_norm" in nonfinite and nonfinite["grad_norm"].any():
+        hidden = nonfinite["grad_norm"] & (columns["loss"] == 0.0)
+        columns["loss"] = np.where(hidden, np.nan, columns["loss"])
+        nonfinite["loss"] = nonfinite["loss"] | hidden
 
 
 def curve_of_rows(rows: Iterable[Any], *, loss: str | None = None, where: str = "curve") -> Curve:
@@ -205,7 +214,10 @@ def numbers_of(values: Sequence[Any] | NDArray[Any]) -> tuple[Floats, Flags] | N
     """
     if isinstance(values, np.ndarray) and values.dtype.kind in "fiub":
         made = np.ma.getdata(values).astype(np.float64)
-        bad = ~np.isfinite(made) & ~np.ma.getmaskarray(values)
+        bad = ~np.isfinite(made)
+        if not bad.any() and not np.ma.isMaskedArray(values):
+            return made, bad
+        bad &= ~np.ma.getmaskarray(values)
         made = np.where(np.ma.getmaskarray(values), np.nan, made)
         return np.where(bad, np.nan, made), bad
     try:

@@ -21,6 +21,7 @@ LARGE = 2**16  # bytes: below that the other reader needs no longer than this on
 BLOCK = 2**22  # bytes that pyarrow takes at a time
 SAMPLE = 100  # rows that say what a column holds
 MANY = 16  # keys of a row: from there on it pays to leave out what is not needed
+HISTORY = b'"log_history"'
 ABSENT = ("", "None", "none", "null", "Null", "NULL", "-", "n/a", "N/A")
 
 
@@ -33,7 +34,12 @@ def columns_of_bytes(content: bytes, loss: str | None = None) -> dict[str, Any] 
     while content[end - 1 : end].isspace():
         end -= 1
     if content[begin : begin + 1] == b"{":
+        history = _history(content, begin, end)
+        if history is not None:
+            return columns_of_objects(content, *history, loss)
         return columns_of_lines(content, begin, end, loss)
+    if content[begin : begin + 1] == b"[" and content[end - 1 : end] == b"]":
+        return columns_of_objects(content, begin + 1, end - 1, loss)
     if content[begin : begin + 1] in (b"[", b"("):
         return None
     return columns_of_table(content, begin, end, loss)
@@ -132,6 +138,60 @@ def _columns_of_words(body: Body, width: int) -> set[int]:
     }
 
 
+# -- JSON: objects in an array ------------------------------------------------
+
+
+def _history(content: bytes, begin: int, end: int) -> tuple[int, int] | None:
+    """(begin, end) of what stands between the brackets of a HF trainer_state.json's log_history.
+
+    None where there is none, or where its rows hold lists.
+    """
+    key = content.find(HISTORY, begin, end)
+    first, last = content.find(b"[", key, end), content.find(b"]", key, end)
+    if key < 0 or first < 0 or last < 0 or content.find(HISTORY, key + 1, end) >= 0:
+        return None
+    around = content[begin : first + 1] + content[last:end]
+    try:
+        value = json.loads(around)
+    except (ValueError, RecursionError):
+        return None
+    found = isinstance(value, dict) and value.get("log_history") == []
+    return (first + 1, last) if found else None
+
+
+def columns_of_objects(
+    content: bytes, begin: int, end: int, loss: str | None
+) -> dict[str, Any] | None:
+    """Columns of the JSON objects between two brackets; None where they are not flat."""
+    count = content.count(b"{", begin, end)
+    opened, closed = content.find(b"{", begin, end), content.find(b"}", begin, end)
+    between = content[closed : content.find(b"{", closed, end) + 1]
+    objects_only = (  # a null among them ends pyarrow 26 with a signal
+        not content[begin:opened].strip()
+        and not content[content.rfind(b"}", begin, end) + 1 : end].strip()
+        and between[1:2] == b","
+        and count == content.count(between, begin, end) + 1
+    )
+    if not objects_only or content.find(b"[", begin, end) >= 0:
+        return None
+    rows = Lines(content.replace(b"},", b"} "), begin, end, count)  # as long as before
+    types = _types_of_first(rows)
+    table = _read_lines(rows, types, pretty=True) if types else None
+    if table is None:
+        table = _read_lines(rows, {}, pretty=True)
+    if table is None or table.num_rows != count or "nonfinite" in table.column_names:
+        return None
+    return _needed_values(table, loss)
+
+
+def _types_of_first(rows: Lines) -> dict[str, str]:
+    """The numbers of the first row: pyarrow takes long to find out what a column holds."""
+    first = rows.content[rows.begin : rows.content.find(b"}", rows.begin) + 1]
+    if not _is_object(first):
+        return {}
+    return {name: "float64" for name, value in json.loads(first).items() if _is_float(value)}
+
+
 # -- JSON lines ---------------------------------------------------------------
 
 
@@ -148,6 +208,14 @@ def columns_of_lines(
     table = _few_keys(lines, loss) or _read_lines(lines, {})
     if table is None or table.num_rows != lines.count:
         return None
+    a_row_may_be_null = all(column.null_count for column in table.itercolumns())
+    if a_row_may_be_null and content.count(b"\n{", begin, end) + 1 != lines.count:
+        return None
+    return _needed_values(table, loss)
+
+
+def _needed_values(table: Any, loss: str | None) -> dict[str, Any] | None:
+    """Columns that a curve needs; None where two have one name."""
     names = [one for one in table.column_names if one != "nonfinite"]
     if len(set(names)) != len(names):
         return None
@@ -213,8 +281,12 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _read_lines(lines: Lines, types: Mapping[str, str]) -> Any:
-    """A pyarrow table of all keys, or of those with a type; None where a row is not plain."""
+def _read_lines(lines: Lines, types: Mapping[str, str], *, pretty: bool = False) -> Any:
+    """A pyarrow table; None where a row is not plain.
+
+    types   of some keys: only these are read, or all where `pretty`
+    pretty  a row may stand in several lines
+    """
     import pyarrow as pa
     from pyarrow import json as arrow_json
 
@@ -222,9 +294,11 @@ def _read_lines(lines: Lines, types: Mapping[str, str]) -> Any:
     try:
         return arrow_json.read_json(
             pa.BufferReader(pa.py_buffer(memoryview(lines.content)[lines.begin : lines.end])),
-            arrow_json.ReadOptions(block_size=BLOCK),
+            arrow_json.ReadOptions(use_threads=False, block_size=BLOCK),
             arrow_json.ParseOptions(
-                explicit_schema=schema, unexpected_field_behavior="ignore" if types else "infer"
+                explicit_schema=schema,
+                unexpected_field_behavior="ignore" if types and not pretty else "infer",
+                newlines_in_values=pretty,
             ),
         )
     except pa.ArrowInvalid:
@@ -271,6 +345,8 @@ def _masked(column: Any) -> Any:
     """float64 of a pyarrow column, masked where it is null."""
     import pyarrow as pa
 
+    if not column.null_count:
+        return column.cast(pa.float64()).to_numpy()
     absent = column.is_null().to_numpy()
     values = column.cast(pa.float64()).to_numpy()
     return np.ma.array(np.array(values, dtype=np.float64), mask=absent)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -122,7 +121,7 @@ def _from_json(value: Any, loss: str | None, where: str) -> Curve:
     if isinstance(value, Mapping):
         history = value.get("log_history")
         if isinstance(history, list):  # HF trainer_state.json
-            rows = [_unfiltered(row) for row in history if isinstance(row, Mapping)]
+            rows = [row for row in history if isinstance(row, Mapping)]
             return of_rows(rows, loss=loss, where=where)
         lists = {
             str(name): column
@@ -147,15 +146,6 @@ def _from_json(value: Any, loss: str | None, where: str) -> Curve:
             return curve_of_columns(pairs, where=where)
         return of_rows(value, loss=loss, where=where)
     raise RecipeError(Problem(where, EXPECTED, type(value).__name__))
-
-
-def _unfiltered(row: Mapping[str, Any]) -> dict[str, Any]:
-    """HF's Trainer shows 0.0 for a loss that is not finite, beside a gradient norm that is not."""
-    made = dict(row)
-    norm = made.get("grad_norm")
-    if made.get("loss") == 0.0 and isinstance(norm, float) and not math.isfinite(norm):
-        made["loss"] = math.nan
-    return made
 
 
 def _json_lines(lines: list[str]) -> list[dict[str, Any]] | None:

@@ -39,9 +39,10 @@ from lehr.diagnosis.doctor_shapes import (
 def not_finite(look: Look) -> Sign | None:
     """NaN or infinity in the loss or its gradient: at the first step, or later."""
     flags = look.curve.nonfinite
-    name = next((one for one in ("loss", "grad_norm") if one in flags), None)
-    if name is None:
+    names = [one for one in ("loss", "grad_norm") if one in flags]
+    if not names:
         return _hidden(look)
+    name = min(names, key=lambda one: int(np.argmax(flags[one])))  # the one that was first
     places = np.flatnonzero(flags[name])
     first = int(places[0])
     finite_before = np.isfinite(look.curve.columns["loss"][:first]).sum()
