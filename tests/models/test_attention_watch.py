@@ -42,7 +42,7 @@ def test_a_sample_has_the_last_query_and_bounds_from_below():
     exact = float(largest_logit(query[0], key[0], _plan(*TREE), 1.0, None, ALL))
     assert all(value <= exact for value in values) and values == sorted(values)
     for length in range(1, 30):
-        for count in (1, 2, 5, 40):
+        for count in (1, 2, 5, 40, 10**12):
             found = sampled_queries(length, count)
             assert found[-1] == length - 1 and len(found) == min(length, count)
 

@@ -50,6 +50,39 @@ def test_a_healthy_stage_is_not_talked_about(tmp_path):
     assert read(tmp_path / "doctor.json")["healthy"] is True
 
 
+PASSED_OVER = [  # beside the update that they did not make
+    {"update": 200, "loss": 99.0, "skipped": True, "origins": ["a:1"], "guard.signal": "loss"},
+    {"update": 200, "loss": None, "skipped": True, "origins": ["a:2"], "quarantined": True},
+    {"update": 200, "loss": None, "skipped": True, "nonfinite": ["loss"], "loss_scale": 65536.0},
+]
+BROKEN = {"update": 200, "loss": None, "skipped": True, "nonfinite": ["loss"], "origins": ["a:3"]}
+
+
+def test_what_was_passed_over_on_purpose_is_no_loss_that_is_not_finite(tmp_path):
+    def rows(*more):
+        usual = [
+            {"update": i, "loss": 2 + 2.8 * math.exp(-i / 40) + 0.03 * math.sin(37.0 * i)}
+            for i in range(1, 401)
+        ]
+        return [*usual[:200], *more, *usual[200:]]
+
+    for more, names in ((PASSED_OVER, []), ([BROKEN], ["nan_at_step"])):
+        live, heard, _ = heard_of(rows(*more), tmp_path, 400)
+        assert [one.name for one in live.conclude().findings] == names, heard
+        lines = "".join(json.dumps(row) + "\n" for row in rows(*more)) + '{"skipped": true, "u'
+        (tmp_path / "metrics.jsonl").write_text(lines)
+        for path in (tmp_path, tmp_path / "metrics.jsonl"):
+            assert [one.name for one in examine(path).findings] == names
+
+
+def test_updates_that_were_undone_are_no_part_of_the_curve(tmp_path):
+    live, _, _ = heard_of([{"update": i, "loss": 3.0} for i in range(1, 31)], tmp_path, 400)
+    live(engine.WentBack(30, 20, 1, (21,), ("a:1",), "usual updates"))
+    live(engine.UpdateDone({"update": 21, "loss": 2.0}))
+    assert [row["update"] for row in live.rows] == list(range(1, 22))
+    assert live.rows[-1]["loss"] == 2.0
+
+
 def test_the_status_line_does_not_say_healthy_of_what_the_doctor_found():
     import io
 

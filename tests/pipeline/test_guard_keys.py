@@ -162,7 +162,7 @@ def test_rewinds_none_stops_instead(run_dir, monkeypatch):
         trained(run_dir, "stop", guarded({"rewinds": 0}, micro_batch=8))
     assert not any((run_dir / "out-stop" / "01-sft").glob("undone.jsonl"))
     calls.clear()
-    with pytest.raises(Diverged, match=r"went back 1 time"):
+    with pytest.raises(Diverged, match=r"went back once"):
         trained(run_dir, "stop", guarded({"rewinds": 1}, micro_batch=8))
 
 

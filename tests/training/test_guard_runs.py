@@ -250,11 +250,31 @@ def test_no_saved_state_is_old_enough(tmp_path):
 def test_a_record_of_other_rows_is_refused(tmp_path):
     engine(tmp_path / "run", objective=Pull(kicks=range(SIZE * 20, SIZE * 21))).run()
     given = (replace(record(tmp_path / "run")[0], origins=("other.jsonl:7",)),)
-    with pytest.raises(RecipeError, match=r"other\.jsonl:7 in batch 21"):
+    with pytest.raises(RecipeError, match=r"guard\.quarantine.*other\.jsonl:7 in batch 21"):
         engine(tmp_path / "other", quarantine=given).run()
     (tmp_path / "bad.jsonl").write_text('{"attempt": 1}\n')
     with pytest.raises(RecipeError, match=r"bad\.jsonl:1"):
         read_record(tmp_path / "bad.jsonl")
+
+
+def test_a_record_whose_files_were_moved_is_taken(tmp_path):
+    first = engine(tmp_path / "run", objective=Pull(kicks=range(SIZE * 20, SIZE * 21)))
+    first.run()
+    (found,) = record(tmp_path / "run")
+    origins = tuple(f"C:\\elsewhere\\{origin}" for origin in found.origins)
+    moved = engine(tmp_path / "moved", quarantine=(replace(found, origins=origins),))
+    moved.run()
+    assert outcome(tmp_path / "moved", moved) == outcome(tmp_path / "run", first)
+
+
+def test_not_finite_from_the_first_update_on_says_where_to_look(tmp_path):
+    broken = {"objective": Pull(broken=range(10**4))}
+    with pytest.raises(Diverged, match=r"(?s)loss.*no update of this run was finite.*--run-tests"):
+        engine(tmp_path / "all", **broken).run()
+    later = {"objective": Pull(broken=range(SIZE * 20, 10**4)), "checkpoints_kept": 1}
+    with pytest.raises(Diverged, match=r"More checkpoints_kept \(now 1\)") as ended:
+        engine(tmp_path / "later", **later).run()
+    assert "no update of this run" not in str(ended.value)
 
 
 def test_another_runs_record_is_kept_out(tmp_path):

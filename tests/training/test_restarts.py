@@ -151,6 +151,8 @@ def test_after_a_return_and_after_a_kill_in_the_middle_of_it(tmp_path, monkeypat
         ({}, {}, "every: updates"),
         ({"every": 0}, {}, r"restart\.every"),
         ({"every": 5, "warmup": 6}, {}, "never gets up"),
+        ({"every": 60}, {}, "less than the stage's 60 updates, or nothing restarts"),
+        ({"after_rewind": True, "warmup": 60}, {}, "less than the stage's 60 updates"),
         ({"every": 5, "warmup": -1}, {}, r"restart\.warmup"),
         ({"every": 5, "initial": 2.0}, {}, r"restart\.initial"),
         ({"every": 5, "moments": False}, {}, "nothing restarts"),

@@ -24,7 +24,8 @@ def sampled_queries(length: int, count: int) -> list[int]:
     >>> sampled_queries(10, 2), sampled_queries(3, 8), sampled_queries(7, 1)
     ([4, 9], [0, 1, 2], [6])
     """
-    return sorted({(n + 1) * length // count - 1 for n in range(count)} - {-1})
+    count = min(count, length)
+    return sorted({(n + 1) * length // count - 1 for n in range(count)})
 
 
 def largest_logit(

@@ -17,6 +17,7 @@ from lehr.diagnosis.doctor import Diagnosis, Finding, diagnose
 from lehr.diagnosis.doctor_curve import curve_of_rows
 from lehr.diagnosis.doctor_look import Context
 from lehr.errors import RecipeError
+from lehr.pipeline.curve_lines import of_the_curve
 from lehr.pipeline.events import Events
 from lehr.pipeline.examining import RECORD, of_lehr
 from lehr.pipeline.files import read_json, read_lines, write_json
@@ -50,11 +51,16 @@ class LiveDoctor:
     def __call__(self, event: Any) -> None:
         if isinstance(event, engine.RunStarted):
             self.updates = event.updates
-            self.rows = read_lines(self.folder / "metrics.jsonl")
+            lines = read_lines(self.folder / "metrics.jsonl")
+            self.rows = [one for one in lines if of_the_curve(one)]
+        elif isinstance(event, engine.WentBack):
+            self.rows = [one for one in self.rows if one["update"] <= event.reached]
         elif isinstance(event, engine.ResumedFrom):
             resumes = (*self.context.resumes, float(event.update))
             self.context = replace(self.context, resumes=resumes)
         elif isinstance(event, engine.UpdateDone):
+            if not of_the_curve(event.row):
+                return
             self.rows.append(dict(event.row))
             if len(self.rows) >= self._next_look and event.row["update"] < self.updates:
                 self._next_look = len(self.rows) + max(10, self.updates // LOOKS)

@@ -14,6 +14,7 @@ from lehr.diagnosis.doctor_curve import Curve
 from lehr.diagnosis.doctor_look import Context
 from lehr.diagnosis.doctor_readers import read_curve
 from lehr.errors import Problem, RecipeError
+from lehr.pipeline.curve_lines import read_own_curve
 from lehr.pipeline.files import read_json, read_lines
 
 # What lehr's own stages cannot have: masks and shifts are proven by the admission probe, an
@@ -37,7 +38,7 @@ def examine(path: Path, loss: str | None = None, context: Context | None = None)
     if path.suffix in (".yaml", ".yml"):
         raise RecipeError(Problem(str(path), OF_A_RECIPE.format(path=path), says=True))
     if not path.is_dir():
-        return _judged(read_curve(path, loss), context, path)
+        return _judged(_curve(path, loss), context, path)
     places = _curves_in(path)
     if not places:
         expected = "a run's folder (with metrics.jsonl in its stages), or a file with a curve"
@@ -48,7 +49,7 @@ def examine(path: Path, loss: str | None = None, context: Context | None = None)
     for place in places:
         stage = place.parent.name if len(places) > 1 or place.parent != path else ""
         try:
-            curve = read_curve(place, loss)
+            curve = _curve(place, loss)
         except RecipeError as error:
             notes += [f"{stage}: {problem.expected}" for problem in error.problems]
             continue
@@ -61,11 +62,19 @@ def examine(path: Path, loss: str | None = None, context: Context | None = None)
     return Diagnosis(tuple(findings), tuple(notes), points)
 
 
+def _own(path: Path) -> bool:
+    """Whether a stage of lehr wrote the curve: a record of the live doctor lies beside it."""
+    return path.name == "metrics.jsonl" and (path.parent / RECORD).is_file()
+
+
+def _curve(path: Path, loss: str | None) -> Curve:
+    return read_own_curve(path, loss) if _own(path) else read_curve(path, loss)
+
+
 def _judged(curve: Curve, context: Context | None, path: Path, stage: str = "") -> Diagnosis:
-    """Of a curve in a file; a record of the live doctor beside it says that lehr trained."""
+    """Of a curve in a file."""
     found = diagnose(curve, context, stage)
-    own = path.name == "metrics.jsonl" and (path.parent / RECORD).is_file()
-    return of_lehr(found) if own else found
+    return of_lehr(found) if _own(path) else found
 
 
 def of_lehr(diagnosis: Diagnosis) -> Diagnosis:

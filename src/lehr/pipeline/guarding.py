@@ -63,10 +63,11 @@ def tell(events: Events, event: engine.Event) -> bool:
         text = f"update {event.update} moved the weights unusually far: {event.why}"
         events.emit("guard_step", text, attempt=event.attempt, why=event.why)
     elif isinstance(event, engine.WentBack):
+        named = ", ".join(map(str, event.attempts))
+        left_out = f"Batches {named} are" if len(event.attempts) > 1 else f"Batch {named} is"
         text = (
             f"went back from update {event.undone} to {event.reached} (time {event.number}): "
-            f"not {event.why}. Batches {', '.join(map(str, event.attempts))} are in quarantine "
-            f"(rows: {_some(event.origins)})"
+            f"not {event.why}. {left_out} in quarantine (rows: {_some(event.origins)})"
         )
         rows = list(event.origins[:LISTED_ROWS])
         events.emit(

@@ -52,7 +52,7 @@ def watch(events: Events) -> Callable[[Any], None]:
         elif isinstance(event, engine.NonFinite):
             text = (
                 f"update {event.update + 1} skipped, no weight changed: not finite: "
-                f"{', '.join(event.names[:3])} (rows: {', '.join(event.origins[:3])})"
+                f"{engine.not_finite(event.names)} (rows: {', '.join(event.origins[:3])})"
             )
             events.emit(
                 "nonfinite", text, names=list(event.names), origins=list(event.origins[:50])

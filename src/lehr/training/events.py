@@ -6,7 +6,7 @@ raises stops the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,20 @@ class RunDone(Event):
     """The last event of a run that came to its end. spans: as of UpdateDone, since the last."""
 
     spans: Mapping[str, float]
+
+
+def not_finite(names: Sequence[str]) -> str:
+    """What was not finite, in few words.
+
+    A loss that is not finite leaves no gradient finite.
+
+    >>> not_finite(["loss", "gradient of a"]), not_finite([f"gradient of {n}" for n in "abcd"])
+    ('loss', 'gradient of a, gradient of b, and 2 more')
+    """
+    if "loss" in names:
+        return "loss"
+    more = [f"and {len(names) - 2} more"] if len(names) > 3 else []
+    return ", ".join([*names[: 2 if more else 3], *more])
 
 
 @dataclass(frozen=True)

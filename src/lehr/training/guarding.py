@@ -24,6 +24,11 @@ from lehr.training.settings import EngineSettings
 from lehr.training.step_norm import StepNorm
 from lehr.training.store import Batches, Store
 
+NEVER_FINITE = (
+    ". But no update of this run was finite so far, so it is hardly the batches: `lehr doctor "
+    "RECIPE --run-tests` looks for the cause, precision: fp32 tells whether it is the arithmetic"
+)
+
 
 class RunGuard:
     """The guard of one run, and what it does. Without settings only non-finite values count.
@@ -43,7 +48,7 @@ class RunGuard:
         of_guard = settings.guard
         self._policy = "skip" if of_guard is None else of_guard.policy
         self._allowed = of_guard.rewinds if of_guard and of_guard.policy == "rewind" else 0
-        self._nonfinite_limit = settings.nonfinite_limit
+        self._nonfinite_limit, self._kept = settings.nonfinite_limit, settings.checkpoints_kept
         self._guard, self._quarantine, self._store = guard, quarantine, store
         self._step = None if guard is None else StepNorm(trained)
         self._emit = emit
@@ -128,7 +133,7 @@ class RunGuard:
             self._emit(events.NonFinite(attempt, progress.update, verdict.bad, origins, in_a_row))
         else:
             self._emit(events.UpdateUnusual(attempt, progress.update, str(alarm), origins))
-        names = ", ".join(verdict.bad[:3])
+        names = events.not_finite(verdict.bad)
         self._trouble = {k: v for k, v in self._trouble.items() if k > attempt - MEMORY}
         self._trouble[attempt] = (str(alarm) if alarm else f"not finite: {names}", origins)
         too_many = self._guard is not None and self._guard.unusual(attempt)
@@ -147,7 +152,7 @@ class RunGuard:
             return ""
         if self._quarantine.rewinds < self._allowed:
             return reason
-        raise self._stopped(attempt, last, reason)
+        raise self._stopped(attempt, last, reason, self._remedy(progress))
 
     def after_broken(self, names: Sequence[str], progress: Progress, last: bool) -> None:
         """Weights `names` are not finite, so no checkpoint is written.
@@ -175,9 +180,8 @@ class RunGuard:
         blamed = self._guard.to_blame(self._quarantine.rewinds)
         target = self._store.usable(self._quarantine.with_more(blamed)) if blamed else None
         if target is None:
-            raise self._stopped(
-                attempt, self._trouble, f"{why}, and no saved state is older than the trouble"
-            )
+            older = f"{why}, and no saved state is older than the trouble"
+            raise self._stopped(attempt, self._trouble, older, self._remedy(progress, older=True))
         number = self._quarantine.rewinds + 1
         entries = self._entries(blamed, why, number, target.state, batches)
         undone, reached = progress.update, target.update
@@ -208,7 +212,13 @@ class RunGuard:
         batches.load(before)
         return found
 
-    def _stopped(self, attempt: int, last: Iterable[int], why: str) -> Diverged:
+    def _remedy(self, progress: Progress, older: bool = False) -> str:
+        """What helps beside other batches; older: an older state was needed."""
+        if progress.update == 0 and self._quarantine.rewinds == 0:
+            return NEVER_FINITE
+        return f". More checkpoints_kept (now {self._kept}) reach further back" if older else ""
+
+    def _stopped(self, attempt: int, last: Iterable[int], why: str, remedy: str = "") -> Diverged:
         """Write the batches down, so that the same command goes on past them."""
         blamed, count = set(last), self._quarantine.rewinds
         entries = [
@@ -218,9 +228,11 @@ class RunGuard:
         ]
         self._quarantine.add(entries)
         origins = self._trouble[attempt][1]
-        back = f" It went back {count} time(s) before." if count else ""
+        back = (
+            f" It went back {'once' if count == 1 else f'{count} times'} before." if count else ""
+        )
         expected = (
             f"{why}.{back} The checkpoint of update {self._store.saved_update} stands; the same "
-            "command goes on from it and passes these batches over"
+            f"command goes on from it and passes these batches over{remedy}"
         )
         return Diverged(Problem(f"attempt {attempt} ({', '.join(origins[:5])})", expected))

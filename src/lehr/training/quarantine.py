@@ -62,14 +62,19 @@ class Quarantine:
         return attempt in self._found
 
     def of(self, attempt: int, origins: Sequence[str]) -> Quarantined | None:
-        """The entry of an attempt. Raises RecipeError where it names other rows than those."""
+        """The entry of an attempt. Raises RecipeError where it names other rows than those.
+
+        Rows are known by their file's name and line: a folder may be moved.
+        """
         found = self._found.get(attempt)
-        if found is not None and not set(found.origins) <= set(origins):
+        if found is not None and not _rows(found.origins) <= _rows(origins):
+            where = str(self.path) if attempt in self._own else "guard.quarantine"
             expected = (
                 f"rows {_some(found.origins)} in batch {attempt}, as the record says: it belongs "
-                "to other data, another order or another batch size"
+                "to other data, another order, another batch size or another stage. Give a record "
+                "of this stage (with the same seed), or none"
             )
-            raise RecipeError(Problem(str(self.path), expected, _some(origins)))
+            raise RecipeError(Problem(where, expected, _some(origins)))
         return found
 
     def upto(self, attempt: int) -> list[int]:
@@ -141,6 +146,11 @@ def read_record(path: Path, key: str | None = None) -> list[Quarantined]:
         if key is None or row.get("key") == key:
             found.append(entry)
     return found
+
+
+def _rows(origins: Iterable[str]) -> set[str]:
+    """Origins without the folders of their files."""
+    return {one.replace("\\", "/").rpartition("/")[2] for one in origins}
 
 
 def _some(origins: Sequence[str]) -> str:

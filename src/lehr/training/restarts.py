@@ -37,10 +37,13 @@ class RestartSettings:
     warmup: int = 0
     initial: float = 0.0
 
-    def problems(self, has_moments: bool, goes_back: bool) -> list[Problem]:
+    def problems(
+        self, has_moments: bool, goes_back: bool, updates: int | None = None
+    ) -> list[Problem]:
         """Everything that is wrong with these values.
 
         has_moments  the optimizer holds a state; goes_back: the guard may rewind
+        updates      of the stage, where that is known
         """
         found = []
         if self.every is not None and not _is_whole(self.every, 1):
@@ -64,6 +67,12 @@ class RestartSettings:
         if self.every is not None and self.warmup > self.every:
             expected = f"at most restart.every ({self.every}), or the rate never gets up"
             found.append(Problem("restart.warmup", expected, self.warmup))
+        elif updates is not None and self.warmup and self.warmup >= updates:
+            expected = f"less than the stage's {updates} updates, or the rate never gets up again"
+            found.append(Problem("restart.warmup", expected, self.warmup))
+        if updates is not None and self.every is not None and self.every >= updates:
+            expected = f"less than the stage's {updates} updates, or nothing restarts"
+            found.append(Problem("restart.every", expected, self.every))
         return found
 
 

@@ -135,7 +135,8 @@ class EngineSettings:
             problems += self.guard.problems()
         if self.restart is not None:
             goes_back = self.guard is not None and self.guard.policy == "rewind"
-            problems += self.restart.problems(self.optimizer.moments > 0, goes_back)
+            updates = self.updates if _is_count(self.updates) else None
+            problems += self.restart.problems(self.optimizer.moments > 0, goes_back, updates)
         if self.ema is not None:
             problems += self.ema.problems(self.updates)
         if _is_count(self.updates):
