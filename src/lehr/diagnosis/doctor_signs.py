@@ -16,6 +16,7 @@ from lehr.diagnosis.doctor_features import (
     level,
     noise,
 )
+from lehr.diagnosis.doctor_guess import MOST, choices_guessed, said, tokens_guessed
 from lehr.diagnosis.doctor_look import (
     LIMITS,
     Look,
@@ -76,14 +77,29 @@ def _hidden(look: Look) -> Sign | None:
 def start_above_chance(look: Look) -> Sign | None:
     """The first loss is well above that of guessing."""
     guess, multiple = look.context.guess, look.context.accumulation
-    if guess is None or not len(look.loss) or scales(look) is not None:
+    if not len(look.loss) or scales(look) is not None:
         return None
+    if guess is None:
+        return _above_all(look)
     first = float(look.loss.value[0])
     excess = first / guess - 1.0
     if multiple and multiple > 1 and abs(first / guess / multiple - 1.0) < 0.1:
         return None
     seen = f"the first loss is {first:.3g}, guessing would give {guess:.3g}"
     return sign_if(look, "start_above_chance", excess / LIMITS["start_above"], seen, last_index=0)
+
+
+def _above_all(look: Look) -> Sign | None:
+    """It starts above what guessing among any vocabulary costs, and comes down below that."""
+    first, highest = float(look.loss.value[0]), math.log(MOST)
+    if not look.enough or level(look.loss.value, 0.75, 1.0) > 0.8 * highest:
+        return None  # a sum, or no loss of tokens
+    seen = (
+        f"the first loss is {first:.3g}; guessing among a million tokens would cost "
+        f"{highest:.1f}, and no vocabulary has more"
+    )
+    strength = min((first / highest - 1.0) / LIMITS["start_above"], 2.0)
+    return sign_if(look, "start_above_chance", strength, seen, last_index=0)
 
 
 def scales(look: Look) -> Sign | None:
@@ -124,6 +140,7 @@ def flat(look: Look) -> Sign | None:
     moved = max(0.0, moved - 1.5 * look.noise / math.sqrt(len(values) / 8))
     height = max(abs(begin), 1e-9)
     at_chance = guess is not None and abs(begin / guess - 1.0) < 0.04
+    at_chance = at_chance or tokens_guessed(look, begin) is not None
     # Elsewhere a model has learnt before: a small gain may be all that there is to gain.
     limit = LIMITS["flat"] * height if at_chance else LIMITS["still"] * height
     _, evaluated = look.evaluation
@@ -135,12 +152,19 @@ def flat(look: Look) -> Sign | None:
     if not moved < limit or (not at_chance and look.noise > 5.0 * limit and len(evaluated) < 3):
         return None
     seen = f"the loss stays at {begin:.3g} (it moved by {moved:.2g})"
-    return sign_if(look, name, min(limit / max(moved, 0.1 * limit), 10.0), seen)
+    strength = min(limit / max(moved, 0.1 * limit), 10.0)
+    few = choices_guessed(look, begin) is not None
+    if few or (at_chance and guess is None):
+        name, strength = "flat_at_chance", min(strength, 3.0 if few else 6.0)
+        seen += f": {said(begin)}"
+    return sign_if(look, name, strength, seen)
 
 
 def flat_at_unigram(look: Look) -> Sign | None:
     """The loss falls to the entropy of the token frequencies and stays there."""
     entropy, guess = look.context.unigram_entropy, look.context.guess
+    if guess is None and look.enough and tokens_guessed(look, look.start) is not None:
+        guess = look.start
     if entropy is None and guess is not None and look.enough:
         return _shelf(look, guess)
     if entropy is None or guess is None or not look.enough or entropy > 0.97 * guess:
@@ -207,7 +231,7 @@ def too_low_too_soon(look: Look) -> Sign | None:
     if not look.enough:
         return None
     end = level(look.loss.value, 0.85, 1.0)
-    whole = look.context.unigram_entropy or look.context.guess or look.start
+    whole = look.context.unigram_entropy or look.context.guess or min(look.start, math.log(MOST))
     _, evaluated = look.evaluation
     _, epochs = look.curve.points("epoch")
     if len(evaluated):
