@@ -69,3 +69,16 @@ def test_the_shelf_of_the_token_frequencies():
 def test_levels_in_words():
     assert said(math.log(100)) == "ln 100 = 4.605, guessing among a hundred classes"
     assert said(11.76) == "guessing among 130,000 tokens costs that (Llama 3: ln 128,256 = 11.76)"
+
+
+def test_a_loss_that_begins_at_ln_2_is_one_of_pairs():
+    values = falling(math.log(2), 0.01, spread=0.0005)
+    found = doctor(list(values))
+    assert found.healthy and "begins at ln 2" in found.notes[0]
+    assert first(values, vocabulary=32000).name == "too_low_too_soon"
+    assert first(falling(0.8, 0.01, spread=0.0005)).name == "too_low_too_soon"
+    rows = [
+        {"loss": value, "rewards/chosen": 0.0, "rewards/rejected": 0.0, "rewards/margins": 0.0}
+        for value in values
+    ]
+    assert not doctor(rows).notes

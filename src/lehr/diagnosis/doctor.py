@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from lehr.diagnosis.doctor_curve import Curve, curve_of_rows
+from lehr.diagnosis.doctor_guess import of_pairs
 from lehr.diagnosis.doctor_look import Context, Look, Sign
 from lehr.diagnosis.doctor_policy import POLICY_SIGNATURES
 from lehr.diagnosis.doctor_signs import LOSS_SIGNATURES
 from lehr.diagnosis.doctor_table import TABLE, Entry
+
+PAIRS = {"margin", "chosen_reward", "rejected_reward", "chosen_logratio", "rejected_logratio"}
 
 # A sign and what it explains: the other one is its consequence, not a second fault.
 _RISES = ("late_creep", "falls_then_climbs", "growing_oscillation")
@@ -168,6 +171,11 @@ def diagnose(curve: Curve, context: Context | None = None, stage: str = "") -> D
     if points < ENOUGH_POINTS and not findings:
         seen = "one point of the loss is" if points == 1 else f"{points} points of the loss are"
         notes.append(f"{seen} too few to say more")
+    if points >= ENOUGH_POINTS and of_pairs(look) and not PAIRS & set(curve.columns):
+        notes.append(
+            "the loss begins at ln 2, as one of pairs (DPO) does: with the rewards or "
+            "log-probabilities of chosen and rejected answers more can be said"
+        )
     return Diagnosis(findings, tuple(notes), points)
 
 

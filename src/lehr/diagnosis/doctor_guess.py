@@ -37,6 +37,15 @@ def choices_guessed(look: Look, level: float) -> int | None:
     return next(near, None)
 
 
+def of_pairs(look: Look) -> bool:
+    """Whether it is a loss of pairs: it has margins, or nothing is known and it begins at ln 2."""
+    if "margin" in look.curve.columns:
+        return True
+    if look.context.guess is not None or not len(look.loss):
+        return False
+    return abs(float(look.loss.value[0]) / math.log(2) - 1.0) <= 2 * EQUAL
+
+
 def said(level: float) -> str:
     """What a loss of this level would be the guessing among.
 

@@ -16,7 +16,7 @@ from lehr.diagnosis.doctor_features import (
     level,
     noise,
 )
-from lehr.diagnosis.doctor_guess import MOST, choices_guessed, said, tokens_guessed
+from lehr.diagnosis.doctor_guess import MOST, choices_guessed, of_pairs, said, tokens_guessed
 from lehr.diagnosis.doctor_look import (
     LIMITS,
     Look,
@@ -238,7 +238,7 @@ def too_low_too_soon(look: Look) -> Sign | None:
         end = max(end, float(np.median(evaluated[-2:])))
     elif len(epochs) and epochs[-1] > 1.5:
         return None  # repeated data is learned by heart: no leak is needed
-    if look.context.chance is not None or "margin" in look.curve.columns:
+    if look.context.chance is not None or of_pairs(look):
         return None  # a preference loss may go to 0
     if look.start < 0.5 * whole and look.context.guess is not None:
         whole = look.start

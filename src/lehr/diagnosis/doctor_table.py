@@ -168,10 +168,12 @@ TABLE: dict[str, Entry] = {
             "a source or shard that comes round every so many steps",
             "an evaluation, a checkpoint or a swap of averaged weights that leaves a trace",
             "one data worker of several gives other rows",
+            "the distance is an epoch: its rows come in the same order each time",
         ),
         "compare the distance with the intervals of evaluation, checkpoint and shard; a single "
         "worker with another shard length moves it",
         "mix the sources within an update; restore the mode and the weights after an evaluation",
+        also=("epoch_sawtooth",),
     ),
     "plateau_then_drop": Entry(
         "a plateau, then a sudden drop",
@@ -234,12 +236,13 @@ TABLE: dict[str, Entry] = {
             "lasting damage: attention logits or log Z blew up at a high rate",
             "Adam's second moment was blown up by one gradient: tiny steps ever after",
             "another kind of data from there on",
+            "a resume at this step that did not bring back weights, moments, rate or position",
         ),
         "go on from the checkpoint before it without that batch; reset the moments: a recovery "
         "means the moments, none means the weights",
         "go back before the jump, pass the batch over, clip, a lower rate",
         {"clip": 1.0, "learning_rate": 0.5},
-        also=("growing_oscillation",),
+        also=("growing_oscillation", "jump_at_resume"),
         ceiling=0.95,
         probe="rate_halved",
     ),
