@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,21 @@ def test_a_line_that_the_guard_undid_is_found_in_its_own_history(run_dir, monkey
     spike = explain_spike(place.parent, 17)
     assert spike.record.loss > 100 and spike.record.signal == "loss of chats"
     assert spike.verdict == "not reproducible" and spike.bits.departure == 17
+    (note,) = [one for one in explain_spike(place.parent, 16).notes if "in quarantine" in one]
+    assert "batch 16, right before" in note and "3 of the last 8" in note
+
+
+def test_a_moved_run_is_replayed_once_its_recipe_finds_the_files(run_dir):
+    folder = trained(run_dir, "plain", guarded("off", **KEYS | {"max_updates": 6})).parent
+    moved = run_dir / "deep" / "er" / "moved"
+    moved.parent.mkdir(parents=True)
+    shutil.move(folder, moved)
+    with pytest.raises(RecipeError, match=r"(?s)was it moved\?.*full paths") as refused:
+        explain_spike(moved, 6)
+    assert str(run_dir / "chats.jsonl") in str(refused.value), "where the plan found it"
+    text = (moved / "recipe.yaml").read_text().replace("../", f"{run_dir}/")
+    (moved / "recipe.yaml").write_text(text)
+    assert explain_spike(moved, 6).verdict == "nothing unusual"
 
 
 def test_what_cannot_be_replayed_is_refused(run_dir, monkeypatch, capsys):
@@ -192,5 +208,6 @@ def test_what_cannot_be_replayed_is_refused(run_dir, monkeypatch, capsys):
     found = explain_spike(folder, 12, from_start=True)
     assert found.verdict == "nothing unusual" and "beginning" in found.notes[0]
     (run_dir / "chats.jsonl").write_text((run_dir / "chats.jsonl").read_text() + "\n{}\n")
-    with pytest.raises(RecipeError, match=r"(?s)as they were when the stage.*Put the data"):
+    named = r"(?s)as they were when.*chats\.jsonl of data\.chats holds other.*Put the data"
+    with pytest.raises(RecipeError, match=named):
         explain_spike(folder, 12, from_start=True)

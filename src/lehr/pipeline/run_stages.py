@@ -11,6 +11,7 @@ from lehr.pipeline.ledger import Ledger
 from lehr.pipeline.planning import Prepared
 from lehr.pipeline.staging import PlannedStage
 from lehr.pipeline.states import State, read_state
+from lehr.pipeline.then_and_now import differences
 from lehr.training import checkpoint
 from lehr.training.checkpoint import Checkpoint
 from lehr.training.quarantine import FILE as QUARANTINE
@@ -82,10 +83,12 @@ def parent_of(prepared: Prepared, planned: PlannedStage, place: Path) -> State:
     encoder = prepared.bench.encoder.fingerprint
     key = stage_key(prepared.recipe, planned.index, parent.key, encoder, precision)
     if key != key_of(place):
+        changed = differences(prepared.recipe, prepared.folder, prepared.bench.base.key)
+        told = f". What differs: {'; '.join(changed)}" if changed else ""
         expected = (
             "recipe, data, model and libraries as they were when the stage was trained: its "
-            "batches cannot be made again from what is there now. Put the data files and the "
-            "model back as they were (and the same version of lehr), then ask again"
+            f"batches cannot be made again from what is there now{told}. Put the data files and "
+            "the model back as they were (and the same version of lehr), then ask again"
         )
         raise RecipeError(Problem(str(place), expected))
     return parent

@@ -28,7 +28,7 @@ from lehr.pipeline.run_stages import (
 )
 from lehr.pipeline.spike_batches import Around, measured, rows_alone
 from lehr.pipeline.stage_run import rows_of, train_stage
-from lehr.recipe.loading import load_recipe
+from lehr.pipeline.then_and_now import recipe_of
 from lehr.report.wording import duration
 from lehr.stages.context import StageContext
 from lehr.training.checkpoint import Checkpoint
@@ -79,7 +79,7 @@ def explain_spike(
             )
             raise RecipeError(Problem(f"{place.name}/checkpoints", expected))
         plan = read_json(folder / "plan.json")
-        recipe = load_recipe(folder / "recipe.yaml")
+        recipe = recipe_of(folder, plan if isinstance(plan, dict) else {})
         prepared = prepare(recipe, folder, events, plan, write=False, cache=Path(aside) / "rows")
         planned = next(one for one in prepared.stages if one.folder_name == place.name)
         parent = parent_of(prepared, planned, place)
@@ -89,6 +89,7 @@ def explain_spike(
             untrained = planned.trains_all and prepared.bench.is_tiny and planned.index == 0
             source = Source(place, Path(aside), context.batches.state(), rows, entries)
             work = _Work(context, objective, source, events, row)
+            work.notes += _left_out(place, rows, update)
             found.append(work.spike(update, older, untrained))
 
         key = key_of(place)
@@ -121,10 +122,27 @@ def _row(place: Path, update: int) -> tuple[dict[str, Any], list[dict[str, Any]]
         if one.get("quarantined") and one["update"] == update - 1:
             return one, live, False
     last = max((int(one["update"]) for one in live), default=0)
-    expected = f"an update of {place.name}: 1 to {last}"
+    others = sorted(path.parent.name for path in place.parent.glob("[0-9][0-9]-*/metrics.jsonl"))
+    others.remove(place.name)
+    more = f"; --stage takes another one ({', '.join(others)})" if others else ""
+    expected = f"an update of {place.name}: 1 to {last}{more}"
     if last == 0:
-        expected = f"an update of {place.name}, which has none yet"
+        expected = f"an update of {place.name}, which has none yet{more}"
     raise RecipeError(Problem("--spike", expected, update))
+
+
+def _left_out(place: Path, rows: Sequence[dict[str, Any]], update: int) -> list[str]:
+    """Batches in quarantine that were passed over right before the update, and why."""
+    passed = {
+        int(one["attempt"])
+        for one in rows
+        if one.get("quarantined") and one["update"] == update - 1
+    }
+    return [
+        f"batch {one.attempt}, right before this update, is in quarantine: not {one.why}"
+        for one in entries_of(place, 0, False)
+        if one.attempt in passed and one.why
+    ]
 
 
 def _history(live: list[dict[str, Any]], undone: list[dict[str, Any]]) -> list[dict[str, Any]]:
