@@ -240,6 +240,8 @@ def test_restarts_show(run_dir):
     assert losses_differ_from(rows, "moments") == 3 and losses_differ_from(rows, "rate") == 3
     rates = [row["learning_rate"] / rows["none"][0]["learning_rate"] for row in rows["rate"]]
     assert rates == pytest.approx([1.0, 1.0, 0.625, 1.0])
+    (planned,) = read(run_dir / "out-rate" / "plan.json")["stages"]
+    assert planned["curve"] == pytest.approx([row["learning_rate"] for row in rows["rate"]])
     with pytest.raises(RecipeError, match=r"restart\.after_rewind"):
         trained(run_dir, "wrong", sft(restart={"after_rewind": True}, guard="skip"))
 

@@ -9,6 +9,7 @@ from lehr.models.nf4 import parameter_count
 from lehr.pipeline.four_bits import model_keys
 from lehr.pipeline.staging import PlannedStage
 from lehr.recipe.loading import recipe_hash
+from lehr.training.restarts import Restarts
 
 
 def plan_entries(
@@ -51,6 +52,8 @@ def plan_entries(
 def _planned_entry(planned: PlannedStage, precision: str) -> dict[str, Any]:
     settings = planned.settings(precision)
     step = max(1, planned.updates // 100)
+    restarts = Restarts(settings.restart, lambda: None)  # those by plan
+    drawn = range(0, planned.updates, step)
     return {
         "folder": planned.folder_name,
         "kind": planned.stage.kind,
@@ -61,7 +64,7 @@ def _planned_entry(planned: PlannedStage, precision: str) -> dict[str, Any]:
         "seconds": round(planned.seconds, 1),
         "limit_tokens_per_second": round(planned.limit_tokens_per_second, 1),
         "learning_rate": settings.learning_rate,
-        "curve": [settings.rate(index) for index in range(0, planned.updates, step)],
+        "curve": [settings.rate(index) * restarts.share(index) for index in drawn],
         "settled_for": planned.settled_for,
         "micro_batch": planned.micro_batch,
         "micro_batch_why": planned.micro_batch_why,
