@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +181,7 @@ def workload(case: Case) -> Any:
     from benchmarks.training_core import Row, Stream, settings_of
     from lehr.data.packing import merge
     from lehr.diagnosis.speed_probe import Workload
+    from lehr.models.halved import half_width
     from lehr.models.language_model import LanguageModel
     from lehr.objectives.language import Language
 
@@ -203,7 +204,10 @@ def workload(case: Case) -> Any:
     )
     batches = Drawn(Stream(tokenizer, texts), packs)
     objective = Language(accuracy=False, per_source=False)
-    return Workload(model, objective, batches, settings, (0, "starvation"), merge=merge)
+    halved = partial(half_width, model) if healthy else None
+    return Workload(
+        model, objective, batches, settings, (0, "starvation"), merge=merge, halved=halved
+    )
 
 
 def starved(work: Any, case: Case, folder: Path) -> Any:

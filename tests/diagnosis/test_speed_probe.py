@@ -128,6 +128,24 @@ def test_packs_that_are_left_over_come_in_the_next_update():
     assert [one.ids.tolist() for one in found] == [one.ids.tolist() for one in expected]
 
 
+def test_products_are_proven_by_half_the_width(monkeypatch):
+    monkeypatch.setattr(speed_probe, "bottleneck_of", lambda _: "compute")
+    asked = []
+
+    def halved() -> Small | None:
+        asked.append(1)
+        return Small()  # as wide as before: nothing gets smaller
+
+    wide = work(halved=halved)
+    position = wide.batches.state()
+    found = measure_speed(wide, seconds=0.1)
+    assert found.trial is not None and found.trial.change == "half the width" and asked == [1]
+    assert found.trial.predicted == pytest.approx(found.total, rel=0.02)
+    assert wide.batches.state() == position
+    other = measure_speed(work(halved=lambda: None), seconds=0.1)  # an unknown architecture
+    assert other.trial is not None and other.trial.change == "twice the batch"
+
+
 def test_no_batch_to_double():
     settings = work().settings
     found = measure_speed(work(merge=None, settings=settings), seconds=0.1)

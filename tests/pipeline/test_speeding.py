@@ -41,6 +41,14 @@ def test_every_stage_is_measured_and_nothing_is_left(work, capsys):
     assert sorted(work.rglob("*")) == before
 
 
+def test_a_stage_whose_products_take_most_is_tried_at_half_the_width(work, monkeypatch):
+    monkeypatch.setattr(speed_probe, "bottleneck_of", lambda _: "compute")
+    found = speed_of_file(write_recipe(work, lora_recipe()))
+    changes = {name: one.trial.change for name, one in found.items()}
+    assert changes == {"01-sft": "half the width", "02-preference": "twice the batch"}
+    assert found["01-sft"].trial.predicted < found["01-sft"].trial.before
+
+
 def test_a_run_that_is_under_way_is_left_alone(work):
     path = write_recipe(work, lora_recipe())
     (work / "out").mkdir()

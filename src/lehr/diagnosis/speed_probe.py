@@ -23,18 +23,19 @@ from torch import nn
 from lehr import ranks
 from lehr.device import CPU
 from lehr.diagnosis import speed_fixes as fixes
-from lehr.diagnosis.speed import Speed, Trial, bottleneck_of, doubled, seconds_by_class
+from lehr.diagnosis import speed_trials as trials
+from lehr.diagnosis.speed import Speed, Trial, bottleneck_of, seconds_by_class
 from lehr.diagnosis.speed_clock import fair_clock
 from lehr.diagnosis.speed_events import events_of, module_ranges, with_shapes
 from lehr.diagnosis.speed_limits import measure_limits, measure_overheads
 from lehr.diagnosis.speed_operations import (
     UPDATE,
+    Event,
     Table,
     idle_after_waits,
     table,
 )
-from lehr.diagnosis.speed_ranks import exchanged, timed_exchange
-from lehr.errors import OutOfResources
+from lehr.diagnosis.speed_ranks import timed_exchange
 from lehr.models.surroundings import random_state, set_random_state
 from lehr.objectives.base import Objective
 from lehr.training import events as engine
@@ -60,6 +61,7 @@ class Workload:
     operations_per_token  of the model, for MFU; None = those counted, without recomputed ones
     keeps_all   makes the model keep everything for the backward pass and back again, where it
                 computes again what it did not keep
+    halved      the same model at half its width; None where it cannot be made
     """
 
     model: nn.Module
@@ -73,6 +75,7 @@ class Workload:
     operations_per_token: float | None = None
     keeps_all: Callable[[], Any] | None = None
     computes_again: Callable[[], Any] | None = None
+    halved: Callable[[], nn.Module | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -157,24 +160,6 @@ class _Watch:
         )
         busy = self.computed / max(self.wall, 1e-9) / torch.get_num_threads()
         return Timing(update, means, fmean(self.tokens), busy)
-
-
-class _Fixed:
-    """The same packs for every update, `times` over."""
-
-    epoch = 0.0
-
-    def __init__(self, packs: Sequence[Any], times: int = 1) -> None:
-        self._packs = [pack for pack in packs for _ in range(times)]
-
-    def next(self) -> list[Any]:
-        return list(self._packs)
-
-    def state(self) -> int:
-        return 0
-
-    def load(self, state: Any) -> None:
-        pass
 
 
 class Some:
@@ -352,50 +337,14 @@ def _measured(
         tokens=plain.tokens,
         limits=limits,
     )
-    trial, notes = _prove(probe, plain, answer) if prove else (None, ())
+    trial: Trial | None = None
+    notes: Sequence[str] = ()
+    if prove:
+        trial, notes = trials.prove(probe, plain, answer, found, _shapes_of)
     notes = (*((cut_short,) if cut_short else ()), *notes)
     answer = replace(answer, trial=trial, notes=notes)
     fix, gain = fixes.fix_of(answer, work.settings)
     return replace(answer, fix=fix, gain=gain)
-
-
-def _prove(probe: Probe, plain: Timing, answer: Speed) -> tuple[Trial | None, Sequence[str]]:
-    """The counterfactual run that belongs to the bottleneck."""
-    name, seconds, work = answer.bottleneck, answer.seconds, probe.work
-    before = plain.total  # checkpoints and evaluations stand aside in every run of the probe
-    position = work.batches.state()
-    packs = work.batches.next()
-    work.batches.load(position)
-    if name in ("checkpoint", "evaluation"):
-        whole = answer.total
-        return Trial(f"no {name}s", whole - seconds[name], before, whole), ()
-    if name == "data":
-        found = probe.run(batches=_Fixed(packs))
-        return Trial("one cached batch", before - seconds[name], found.total, before), ()
-    if name == "log":
-        found = probe.run(observers=())
-        return Trial("no observers", before - seconds[name], found.total, before), ()
-    if name == "communication":
-        with exchanged(by_itself=True):
-            found = probe.run()
-        return Trial("no exchange", before - seconds[name], found.total, before), ()
-    if name == "recompute" and work.keeps_all is not None and work.computes_again is not None:
-        work.keeps_all()
-        try:
-            found = probe.run()
-        finally:
-            work.computes_again()
-        return Trial("everything kept", before - seconds[name], found.total, before), ()
-    if work.merge is None:
-        return None, ("no counterfactual run: packs of this workload cannot be merged",)
-    several = replace(work.settings, micro_batch=2 * work.settings.micro_batch)
-    try:
-        found = probe.run(batches=_Fixed(packs, 2), settings=several, observers=())
-    except (MemoryError, torch.OutOfMemoryError, OutOfResources):
-        return None, ("no counterfactual run: memory does not hold twice the batch",)
-    single = probe.run(batches=_Fixed(packs), observers=())
-    return Trial("twice the batch", doubled(seconds, answer.groups), found.total,
-                 single.total, batches=2), ()  # fmt: skip
 
 
 def _profile(probe: Probe, plain: Timing, trace: Path | None) -> Table:
@@ -409,15 +358,32 @@ def _profile(probe: Probe, plain: Timing, trace: Path | None) -> Table:
         profiler.export_chrome_trace(str(trace))
     timed, kernels, waits = events_of(profiler)
     events = with_shapes(timed, shaped)
-    marks = [one for one in events if one.name.startswith(UPDATE)][1:]  # the first one warms up
-    began, ended = min(one.began for one in marks), max(one.ended for one in marks)
-    inside = [one for one in events if began <= one.began and one.ended <= ended]
+    inside = _of_updates(events)
+    marks = [one for one in inside if one.name.startswith(UPDATE)]
+    began, ended = marks[0].began, marks[-1].ended
     found = table(inside, plain.update, sum(plain.spans.values()), measure_overheads())
     if kernels:
         within = [one for one in kernels if began <= one[0] and one[1] <= ended]
         idle, _ = idle_after_waits(within, waits)
         found.work["synchronisation"] = idle / len(marks)
     return found
+
+
+def _shapes_of(probe: Probe, model: nn.Module) -> Table:
+    """Operations and bytes of an update of another model; its times say nothing."""
+    kept, probe.work = probe.work, replace(probe.work, model=model)
+    try:
+        events, _, _ = events_of(_profiled(probe, shapes=True))
+    finally:
+        probe.work = kept
+    return table(_of_updates(events), 0.0, 0.0, measure_overheads())
+
+
+def _of_updates(events: Sequence[Event]) -> list[Event]:
+    """Events of the profiled updates but the first, which warms up."""
+    marks = [one for one in events if one.name.startswith(UPDATE)][1:]
+    began, ended = min(one.began for one in marks), max(one.ended for one in marks)
+    return [one for one in events if began <= one.began and one.ended <= ended]
 
 
 def _profiled(probe: Probe, *, shapes: bool = False) -> Any:

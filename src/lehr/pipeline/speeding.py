@@ -17,7 +17,10 @@ from lehr.data.packing import merge
 from lehr.diagnosis.speed import Speed
 from lehr.diagnosis.speed_probe import Workload, measure_speed
 from lehr.errors import Problem, RecipeError
+from lehr.models.halved import half_width
+from lehr.models.language_model import LanguageModel
 from lehr.objectives.base import Objective
+from lehr.objectives.language import Language
 from lehr.pipeline.events import Events, Listener
 from lehr.pipeline.folder import LOCK, claimed, place_of
 from lehr.pipeline.new_files import require_writable
@@ -76,6 +79,13 @@ def _of_stage(
 
     def drive(context: StageContext, objective: Objective) -> None:
         keeps = planned.recompute.keeps
+
+        def halved() -> LanguageModel | None:
+            narrow = half_width(context.model)
+            if narrow is not None:
+                narrow.recompute(keeps)
+            return narrow
+
         work = Workload(
             model=context.model,
             objective=objective,
@@ -88,6 +98,7 @@ def _of_stage(
             operations_per_token=planned.operations_per_token,
             keeps_all=lambda: context.model.recompute("none"),
             computes_again=lambda: context.model.recompute(keeps),
+            halved=halved if isinstance(objective, Language) else None,
         )
         say = partial(events.emit, "notice", durable=False)
         found.append(measure_speed(work, seconds=seconds, trace=trace, say=say))
