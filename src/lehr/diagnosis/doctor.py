@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from lehr.diagnosis.doctor_curve import Curve, curve_of_rows
 from lehr.diagnosis.doctor_guess import of_pairs
 from lehr.diagnosis.doctor_look import Context, Look, Sign
@@ -165,7 +167,8 @@ def diagnose(curve: Curve, context: Context | None = None, stage: str = "") -> D
     if context.guess is None and "margin" in curve.columns:
         context = Context(**{**vars(context), "chance": math.log(2.0)})
     look = Look(curve, context)
-    findings = tuple(_finding(sign, look, stage) for sign in ranked(look))
+    with np.errstate(all="ignore"):  # numbers of 1e300: what overflows is no sign
+        findings = tuple(_finding(sign, look, stage) for sign in ranked(look))
     notes = list(curve.notes)
     points = len(curve.points("loss")[1])
     if points < ENOUGH_POINTS and not findings:

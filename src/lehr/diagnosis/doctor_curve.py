@@ -23,13 +23,26 @@ Flags = NDArray[np.bool_]
 
 # Column of lehr's metrics.jsonl -> how other tools spell it, without prefixes such as `train/`.
 SPELLINGS: dict[str, tuple[str, ...]] = {
-    "loss": ("loss", "train_loss", "training_loss", "trainloss", "loss_train", "lm_loss", "nll"),
+    "loss": (
+        *("loss", "train_loss", "training_loss", "trainloss", "loss_train", "lm_loss", "nll"),
+        *("train_loss_step", "loss_step", "train_loss_epoch", "loss_epoch", "ce_loss"),
+        *("cross_entropy_loss", "cross-entropy-loss", "nll_loss", "total_loss", "avg_loss"),
+        *("average_loss", "mean_loss", "batch_loss", "step_loss", "epoch_loss"),
+    ),
     "evaluation.loss": (
         *("evaluation.loss", "eval_loss", "val_loss", "valid_loss", "validation_loss"),
         *("test_loss", "evaluation_loss", "dev_loss", "heldout_loss", "loss_val", "loss_eval"),
+        *("val_loss_epoch", "valid_loss_epoch", "test_loss_epoch", "val_loss_step"),
     ),
-    "learning_rate": ("learning_rate", "lr", "lr_adamw"),
-    "grad_norm": ("grad_norm", "gradient_norm", "gnorm", "grad_norm_total", "norm"),
+    "learning_rate": ("learning_rate", "lr", "lr_adamw", "learning-rate"),
+    "grad_norm": (
+        "grad_norm",
+        "gradient_norm",
+        "gradient-norm",
+        "gnorm",
+        "grad_norm_total",
+        "norm",
+    ),
     "epoch": ("epoch", "epochs"),
     "seconds": ("seconds", "step_time", "time_per_step", "dt", "time"),
     "clock": ("wall_time", "timestamp", "_timestamp", "wall time", "relative time (wall)"),
@@ -71,11 +84,23 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "accuracy": ("objective.accuracy", "accuracy", "rewards/accuracies", "token_accuracy"),
 }
 STEPS = (
-    *("update", "step", "global_step", "iter", "iteration", "_step", "steps", "it", "n_steps"),
-    *("current_steps", "train_step", "num_steps"),
+    *(
+        "num_updates",
+        "update",
+        "step",
+        "global_step",
+        "iter",
+        "iteration",
+        "_step",
+        "steps",
+        "it",
+        "n_steps",
+    ),
+    *("current_steps", "train_step", "num_steps", "valid_num_updates"),
 )
 _PREFIX = re.compile(r"^(train|training|metrics|trainer|loss|eval)[/.](?=.)")
 _EVALUATED = re.compile(r"^(eval|evaluation|val|valid|validation|test|dev)[/._]")
+DOUBLE = re.compile(r" \(column \d+\)$")  # a second column of a table by the same name
 _WIDE = ("__min", "__max")  # what wandb writes beside each column of an export
 
 
@@ -127,6 +152,7 @@ def is_known(name: str) -> bool:
     >>> is_known("run-7 - train/loss"), is_known("train/global_step"), is_known("gpu.0.power")
     (True, True, False)
     """
+    name = DOUBLE.sub("", name)
     plain = name.rsplit(" - ", 1)[-1].strip().lower()
     steps = plain.removeprefix("train/").removeprefix("trainer/")
     return canonical(name) in SPELLINGS or steps in STEPS
@@ -153,9 +179,9 @@ def curve_of_columns(
         if found is not None:
             numbers[name], bad[name] = found
     columns, nonfinite = _named(numbers, bad, loss, where, notes)
-    length = len(next(iter(numbers.values())))
-    steps = _steps(numbers, length)
-    if "skipped" in columns:  # lehr: an update that was passed over has no loss
+    told = np.isfinite(columns["loss"]) | nonfinite["loss"]
+    steps = _through_epochs(_steps(numbers, told), columns, notes)
+    if "skipped" in columns and "update" in raw:  # lehr: what was passed over has no loss
         nonfinite["loss"] = nonfinite["loss"] | (columns["skipped"] > 0)
     _unhide(columns, nonfinite)
     order, restarts = _ordered(steps, columns, notes)
@@ -272,18 +298,19 @@ def _named(
         raise RecipeError(Problem(f"{where}: the loss", expected, loss))
     if loss is None:
         _ask_which_run(numbers, where)
-    for name, values in numbers.items():
+    meant: dict[str, list[str]] = {}
+    for name in numbers:
         if loss is not None and _run(name) and _run(loss) and _run(name) != _run(loss):
             continue  # of another run in the same table
         known = "loss" if name == loss else canonical(name)
         if loss is not None and known == "loss" and name != loss:
-            known = name
-        if known in columns:
-            # `train_loss` of the last row of a HF log is the mean of the run, not a second curve.
-            if np.isfinite(values).sum() <= np.isfinite(columns[known]).sum():
-                continue
-            notes.append(f"two columns may be {known}: {name!r} was taken, it has more values")
-        columns[known], nonfinite[known] = values, bad[name]
+            continue
+        meant.setdefault(known, []).append(name)
+    for known, names in meant.items():
+        name = _taken(known, names, numbers, notes)
+        columns[known], nonfinite[known] = numbers[name], bad[name]
+    if loss is None:
+        _say_doubles(numbers, notes)
     if not _has(columns, nonfinite, "loss"):
         taken = _only_candidate(columns, nonfinite)
         if taken is None:
@@ -299,6 +326,39 @@ def _named(
             columns["loss"] = np.full(len(columns[taken]), np.nan)
             nonfinite["loss"] = np.zeros(len(columns[taken]), dtype=bool)
     return columns, nonfinite
+
+
+def _taken(
+    known: str, names: Sequence[str], numbers: Mapping[str, Floats], notes: list[str]
+) -> str:
+    """Of several columns that mean the same the one by the plainest name, if it is not sparse."""
+    count = {name: int(np.isfinite(numbers[name]).sum()) for name in names}
+    full = [name for name in names if 2 * count[name] >= max(count.values())]
+    taken = min(full, key=_plainness)
+    # `train_loss` of the last row of a HF log is the mean of the run, not a second curve.
+    others = [name for name in names if name != taken and count[name] > 2]
+    if others and known in ("loss", "evaluation.loss"):
+        many = "two" if len(others) == 1 else str(len(others) + 1)
+        why = "by its name" if len(full) > 1 else "it has more values"
+        shown = ", ".join(repr(name) for name in others[:3])
+        notes.append(f"{many} columns may be {known}: {taken!r} was taken, {why}; not {shown}")
+    return taken
+
+
+def _plainness(name: str) -> int:
+    """Place of a name among the spellings of what it means; the plainest is the first."""
+    plain = name.rsplit(" - ", 1)[-1].strip().lower().replace(" ", "_")
+    short = _PREFIX.sub("", plain)
+    spelled = SPELLINGS.get(canonical(name), ())
+    return min((spelled.index(one) for one in (plain, short) if one in spelled), default=99)
+
+
+def _say_doubles(numbers: Mapping[str, Floats], notes: list[str]) -> None:
+    """What is said of columns that have the name of an earlier one (see `DOUBLE`)."""
+    for name in numbers:
+        first = DOUBLE.sub("", name)
+        if first != name and first in numbers and canonical(first) in ("loss", "evaluation.loss"):
+            notes.append(f"two columns are called {first!r}: the first was taken, not {name!r}")
 
 
 def _run(name: str) -> str:
@@ -343,14 +403,43 @@ def _listed(numbers: Mapping[str, Floats]) -> str:
     return shown + (f" and {more} more" if more > 0 else "") if numbers else "none"
 
 
-def _steps(numbers: Mapping[str, Floats], length: int) -> Floats:
+def _steps(numbers: Mapping[str, Floats], told: Flags) -> Floats:
+    """Steps of the rows; counted where not every row with a loss (`told`) has one of its own.
+
+    Rows of one file may name their steps differently (`iter 5: ...`, `step 5: val loss ...`), or
+    a row has the step and one below it the loss.
+    """
     plain = {name.rsplit(" - ", 1)[-1].strip().lower(): name for name in numbers}
+    steps = np.full(len(told), np.nan)
     for wanted in STEPS:
         for prefix in ("", "train/", "trainer/"):
             name = plain.get(prefix + wanted)
-            if name is not None and np.isfinite(numbers[name]).all():
-                return numbers[name]
-    return np.arange(1.0, length + 1.0)
+            if name is not None:
+                steps = np.where(np.isfinite(steps), steps, numbers[name])
+                if np.isfinite(steps).all():
+                    return steps
+    there = np.isfinite(steps)
+    before = np.maximum.accumulate(np.where(there, np.arange(len(told)), -1))
+    if not there.any() or (before[told] < 0).any() or (np.diff(before[told]) == 0).any():
+        return np.arange(1.0, len(told) + 1.0)
+    return np.where(before >= 0, steps[np.maximum(before, 0)], steps[there][0])
+
+
+def _through_epochs(steps: Floats, columns: Mapping[str, Floats], notes: list[str]) -> Floats:
+    """Steps that begin again with every epoch, counted through; all others as they are."""
+    back = np.flatnonzero(np.diff(steps) < 0)
+    if "epoch" not in columns or not len(back):
+        return steps
+    epochs = columns["epoch"]
+    rises = epochs[back + 1] > epochs[back]
+    begins = steps[back + 1] <= 2.0 * abs(steps[0]) + 1.0
+    if not (rises & begins).all() or (np.diff(epochs[np.isfinite(epochs)]) < 0).any():
+        return steps
+    notes.append(f"the steps begin again in each of {len(back) + 1} epochs: counted through")
+    before, change = np.zeros(len(steps)), np.diff(steps)
+    usual = float(np.median(change[change > 0])) if (change > 0).any() else 1.0
+    before[back + 1] = usual - change[back]
+    return steps + np.cumsum(before)
 
 
 def _ordered(

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import ast
+import gc
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lehr.diagnosis.doctor_curve import SPELLINGS, Curve, canonical, curve_of_columns, is_known
+from lehr.diagnosis.doctor_curve import Curve, curve_of_columns
 from lehr.diagnosis.doctor_curve import curve_of_rows as of_rows
 from lehr.diagnosis.doctor_large import LARGE, columns_of_bytes
-from lehr.diagnosis.doctor_tables import DECIMAL_COMMA, PAIR, THOUSANDS, is_number, table_of
+from lehr.diagnosis.doctor_logs import as_shown, columns_of_log
+from lehr.diagnosis.doctor_tables import DECIMAL_COMMA, is_number, table_of
 from lehr.errors import Problem, RecipeError
 
 LARGEST_BYTES = 2**30
@@ -30,10 +32,6 @@ MAGIC = {
 EXPECTED = (
     "a curve: metrics.jsonl, a HF trainer_state.json, a CSV of wandb, mlflow or TensorBoard, "
     "a log with `loss: 2.1` in its lines, or a list of numbers"
-)
-# `train loss 2.1`, `loss train: 2.1`: two words that are one name.
-_TWO_WORDS = re.compile(
-    r"\b(?:(train|val|valid|eval|test) loss|loss (train|val|valid|eval|test))\b"
 )
 _BARE = re.compile(r"[\s,;\[\]()|]+")
 
@@ -53,6 +51,23 @@ def read_curve(path: Path, loss: str | None = None) -> Curve:
 
 def curve_of_bytes(content: bytes, *, loss: str | None = None, where: str = "curve") -> Curve:
     """The curve in the bytes of a file; a plain and large one is not taken apart row by row."""
+    with _no_collection():
+        return _curve_of_bytes(content, loss, where)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No search for cycles: millions of new rows have none, and it takes a third of the time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _curve_of_bytes(content: bytes, loss: str | None, where: str) -> Curve:
     if len(content) >= LARGE:
         columns = columns_of_bytes(content, loss)
         if columns is not None:
@@ -62,6 +77,7 @@ def curve_of_bytes(content: bytes, *, loss: str | None = None, where: str = "cur
 
 def curve_of_text(text: str, *, loss: str | None = None, where: str = "curve") -> Curve:
     """The curve in a text of any of the formats; see `EXPECTED`."""
+    as_written = text
     text = text.strip().replace("\r\n", "\n").replace("\r", "\n")
     if not text:
         raise RecipeError(Problem(where, EXPECTED + "; it is empty"))
@@ -75,9 +91,9 @@ def curve_of_text(text: str, *, loss: str | None = None, where: str = "curve") -
     table = table_of(text, loss)
     if table is not None:
         return curve_of_columns(table, loss=loss, where=where)
-    rows = _log_lines(text)
-    if rows:
-        return of_rows(rows, loss=loss, where=where)
+    columns = columns_of_log(as_shown(as_written), loss)
+    if columns is not None:
+        return curve_of_columns(columns, loss=loss, where=where)
     shown = " ".join(text[:60].split())
     raise RecipeError(Problem(where, EXPECTED, shown))
 
@@ -151,6 +167,8 @@ def _from_json(value: Any, loss: str | None, where: str) -> Curve:
 def _json_lines(lines: list[str]) -> list[dict[str, Any]] | None:
     """Rows of JSON lines, torn ones left out; None where hardly any line is one."""
     full = [line for line in lines if line.strip()]
+    if not any(map(_is_json, full[:: 1 + len(full) // 100])):
+        return None
     try:
         rows = json.loads("[" + ",".join(full) + "]")  # one call: a million lines in a second
     except (ValueError, RecursionError):
@@ -162,6 +180,14 @@ def _json_lines(lines: list[str]) -> list[dict[str, Any]] | None:
                 continue
     good = [row for row in rows if isinstance(row, dict)]
     return good if len(good) >= max(1, len(full) // 2) else None
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 # -- tables, lists, logs ------------------------------------------------------
@@ -219,42 +245,3 @@ def _with_points(text: str) -> str:
         return text
     rising = np.diff([int(word.split(",")[0]) for word in words]) > 0
     return text if len(words) > 1 and bool(rising.all()) else text.replace(",", ".")
-
-
-def _log_lines(text: str) -> list[dict[str, Any]]:
-    """Rows of a log: printed dictionaries, or `name: number` pairs."""
-    rows: list[dict[str, Any]] = []
-    for plain in text.split("\n"):
-        line = _TWO_WORDS.sub(lambda found: f"{found[1] or found[2]}_loss", plain)
-        row = _printed(line) or {
-            name: _number_of_a_log(number) for name, number in PAIR.findall(line)
-        }
-        known = {canonical(name) for name in row}
-        if known & (set(SPELLINGS) - {"epoch", "seconds", "clock"}):
-            row = {name: value for name, value in row.items() if is_known(name)}
-            rows.append(row)
-    return rows
-
-
-def _number_of_a_log(text: str) -> float:
-    """`1,000` is a thousand, `2,31` has a decimal comma.
-
-    >>> _number_of_a_log("1,000"), _number_of_a_log("2,31"), _number_of_a_log("2.5,")
-    (1000.0, 2.31, 2.5)
-    """
-    text = text.rstrip(",.")
-    decimal = DECIMAL_COMMA.fullmatch(text) and not THOUSANDS.fullmatch(text)
-    return float(text.replace(",", "." if decimal else ""))
-
-
-def _printed(line: str) -> dict[str, Any] | None:
-    """A dictionary as Python prints it, with nan and inf; None where there is none."""
-    begin, end = line.find("{"), line.rfind("}")
-    if begin < 0 or end <= begin:
-        return None
-    source = re.sub(r"(?<![\w'\"])-?(nan|inf)(?![\w'\"])", r"'\1'", line[begin : end + 1])
-    try:
-        value = ast.literal_eval(source)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return None
-    return value if isinstance(value, dict) and all(isinstance(k, str) for k in value) else None

@@ -42,6 +42,8 @@ def rate_ran_out(look: Look) -> Sign | None:
     if len(rates) < FEWEST_POINTS or rates.max() <= 0:
         return None
     alive = np.flatnonzero(rates > 1e-3 * np.median(rates[rates > 0]))
+    if not len(alive):  # rates so large that their median is infinite
+        return None
     share = (len(rates) - 1 - int(alive[-1])) / len(rates)
     seen = f"the rate is 0 for the last {share:.0%} of the run"
     return sign_if(

@@ -14,12 +14,16 @@ from lehr.diagnosis.doctor_curve import Floats, canonical, is_known, numbers_of
 
 # A name begins a word and is short: an endless word (base64) is not searched from each letter.
 PAIR = re.compile(
-    r"(?<!\w)['\"]?([A-Za-z_][\w/.\-]{0,99}?)['\"]?\s*[:= ]\s*['\"]?"
-    r"([-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf|NaN|Infinity))"
+    r"(?<!\w)['\"]?([A-Za-z_][\w/.\-]{0,99}?)['\"]?\s*[:= ]\s*\[?['\"]?"
+    r"([-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|(?i:nan|infinity|inf)))"
     r"(?![\w.])"
 )
+_CLOCK = re.compile(r"\d\d:\d\d")  # in the first line of a log, never in a name
 DECIMAL_COMMA = re.compile(r"[-+]?\d*,\d+(?:[eE][-+]?\d+)?")
 THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+")
+
+
+RUNS = ("run id", "run_id", "run", "run_uuid", "run_name", "run name")
 
 
 def table_of(text: str, loss: str | None = None) -> dict[str, Any] | None:
@@ -48,7 +52,22 @@ def header(head: str) -> tuple[list[str], str] | None:
         return None
     row = next(csv.reader([head], delimiter=delimiter))
     names = [name.strip().strip("# ") for name in row]
-    return None if any(is_number(name) for name in names if name) else (names, delimiter)
+    if any(is_number(name) for name in names if name) or _CLOCK.search(head):
+        return None
+    return apart(names), delimiter
+
+
+def apart(names: Sequence[str]) -> list[str]:
+    """Names of columns, of which none is that of an earlier one.
+
+    >>> apart(["step", "loss", "loss"])
+    ['step', 'loss', 'loss (column 3)']
+    """
+    first = {name: place for place, name in reversed(list(enumerate(names)))}
+    return [
+        name if first[name] == place or not name else f"{name} (column {place + 1})"
+        for place, name in enumerate(names)
+    ]
 
 
 def needed(names: Sequence[str], loss: str | None) -> Sequence[int]:
@@ -133,7 +152,11 @@ def long_table(columns: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     given = numbers_of(columns[step]) if step else None
     steps = np.arange(float(len(columns[key]))) if given is None else given[0]
-    return _spread([str(name) for name in columns[key]], steps, *found)
+    names = [str(name) for name in columns[key]]
+    run = next((lower[name] for name in RUNS if name in lower), None)
+    if run is not None and len(set(map(str, columns[run]))) > 1:  # as wandb names them
+        names = [f"{one} - {name}" for one, name in zip(columns[run], names, strict=True)]
+    return _spread(names, steps, *found)
 
 
 def _spread(names: Sequence[str], steps: Floats, values: Floats, bad: Any) -> dict[str, Any]:
