@@ -171,7 +171,12 @@ def audit_of(stage: str) -> dict:
     return {
         "sources": [source],
         "findings": [
-            {"kind": "duplicate rows", "count": 12, "examples": ["chats.jsonl:9", "chats.jsonl:41"]}
+            {
+                "kind": "exact duplicate",
+                "count": 12,
+                "examples": ["chats.jsonl:9", "chats.jsonl:41"],
+                "sentence": "12 rows saying exactly what another row says",
+            }
         ],
         "mask_sample": [
             {"text": words, "supervised": supervised, "control": control}

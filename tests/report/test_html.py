@@ -87,6 +87,12 @@ def test_tells_the_story_on_the_first_screen(sample: Path) -> None:
         assert words in first, words
 
 
+def test_a_finding_of_the_audit_has_its_number_once(sample: Path) -> None:
+    text = page_of(sample).text
+    assert "12 rows saying exactly what another row says chats.jsonl:9" in text
+    assert "× 12 rows" not in text and "12 × 12" not in text
+
+
 def test_is_self_contained(sample: Path) -> None:
     source = write_report(sample).read_text(encoding="utf-8")
     page = Page(source)

@@ -123,7 +123,7 @@ class StageDetails:
     small_charts: list[Chart]
     skipped: int
     sources: list[SourceRow]
-    findings: list[tuple[str, str, str]]
+    findings: list[tuple[str, str]]
     mask: list[tuple[str, str]]
     mask_caption: str
     doctor: list[Complaint]
@@ -156,8 +156,7 @@ def stage_details(stage: StageFiles) -> StageDetails:
         sources=[_source(entry) for entry in objects(stage.audit.get("sources"))],
         findings=[
             (
-                text(entry.get("sentence") or entry.get("text") or entry.get("kind")),
-                plain(entry.get("count"), 0),
+                _counted(entry),
                 ", ".join(text(place) for place in items(entry.get("examples"))[:3]),
             )
             for entry in objects(stage.audit.get("findings"))
@@ -170,6 +169,13 @@ def stage_details(stage: StageFiles) -> StageDetails:
         time=time_went(stage),
         limit=limit_words(stage),
     )
+
+
+def _counted(finding: Mapping[str, Any]) -> str:
+    """A finding of the audit with its number, which its sentence says already."""
+    if finding.get("sentence"):
+        return text(finding["sentence"])
+    return f"{plain(finding.get('count'), 0)} × {text(finding.get('text') or finding.get('kind'))}"
 
 
 def _complaint(finding: Mapping[str, Any]) -> Complaint:
