@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from lehr.cli.doctor import patch_lines
 from lehr.cli.main import main
+from lehr.diagnosis.doctor_table import TABLE
+from lehr.recipe.loading import load_recipe
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -45,6 +48,39 @@ def test_prose_names_causes_test_and_fix(capsys, tmp_path):
     status, out, _ = call(capsys, "doctor", path)
     assert status == 0
     assert "not finite at a later step" in out and "test:" in out and "fix:" in out
+
+
+def test_further_lines_stand_below_the_first_word(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    path = tmp_path / "curve.txt"
+    path.write_text("4.1 3.0 2.9 nan nan nan")
+    _, out, _ = call(capsys, "doctor", path)
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 60 and not any(line != line.rstrip() for line in lines)
+    below = lines[next(i for i, line in enumerate(lines) if "  test: " in line) + 1]
+    assert below.startswith(" " * 8) and below[8] != " "
+
+
+@pytest.mark.parametrize("name", [name for name, entry in TABLE.items() if entry.patch])
+def test_a_fix_can_be_pasted_into_a_stage(tmp_path, name):
+    factors = {"learning_rate": 6e-5}
+    patch = {key: factors.get(key, value) for key, value in TABLE[name].patch.items()}
+    keys = "".join(f"      {line}\n" for line in patch_lines(patch))
+    (tmp_path / "p.jsonl").touch()
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        "model: tiny:1m\ntemplate: chatml\ndata:\n  pairs: {path: p.jsonl, holdout: 8}\n"
+        f"stages:\n  - preference:\n      data: pairs\n{keys}"
+    )
+    stage = load_recipe(path).stages[0].model_dump()
+    for key, value in patch.items():
+        assert _within(value, stage.get(key)), key
+
+
+def _within(part, whole):
+    if not isinstance(part, dict):
+        return part == whole
+    return all(_within(value, whole[key]) for key, value in part.items())
 
 
 def test_every_stage_of_a_run(capsys, tmp_path):

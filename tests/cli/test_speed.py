@@ -21,6 +21,7 @@ def test_a_stage_in_eighty_columns():
     print_speed(Console(file=stream, width=80, highlight=False), "01-sft", found)
     text = stream.getvalue()
     assert all(len(line) <= 80 for line in text.splitlines())
+    assert " moves memory (element-wise work, norms,\n" + " " * 32 + "optimizer)" in text, text
     flat = " ".join(text.split())
     for words in (
         "01-sft 100.0 ms an update, 1,000 tokens/s",

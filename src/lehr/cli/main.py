@@ -188,18 +188,24 @@ def explain(
 @app.command()
 def doctor(
     curve: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_FILE", help="A run, a log, a CSV; - for stdin.")
+        Path,
+        typer.Argument(metavar="RUN_OR_FILE", help="A run, a log, a CSV, a recipe; - for stdin."),
     ],
     loss: Annotated[str | None, typer.Option("--loss", help="Column that is the loss.")] = None,
     vocabulary: Annotated[
         int | None,
-        typer.Option("--vocabulary", help="Tokens: the loss of guessing is ln V.", min=2),
+        typer.Option(
+            "--vocabulary", help="Number of tokens V: the loss of guessing is ln V.", min=2
+        ),
     ] = None,
     accumulation: Annotated[
-        int | None, typer.Option("--accumulation", help="Micro-batches of an update.", min=1)
+        int | None, typer.Option("--accumulation", help="Micro-batches in one update.", min=1)
     ] = None,
     unigram: Annotated[
-        float | None, typer.Option("--unigram-entropy", help="Of the targets, in nats.", min=0)
+        float | None,
+        typer.Option(
+            "--unigram-entropy", help="Entropy of the tokens' frequencies, in nats.", min=0
+        ),
     ] = None,
     spike: Annotated[
         int | None,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
+from lehr.cli.saying import WIDTH, wrapped
 from lehr.cli.verbs import say_json, terminal
 from lehr.diagnosis.speed import TITLES, Speed
 
@@ -39,28 +41,34 @@ def print_speed(console: Console, name: str, found: Speed) -> None:
     """One stage: shares, utilisation, the bottleneck, its proof, what to do."""
     rate = found.tokens / max(found.total, 1e-12)
     console.print(f"\n[bold]{name}[/] {1e3 * found.total:,.1f} ms an update, {rate:,.0f} tokens/s")
-    console.print(shares_picture(found.shares))
-    console.print(Text(utilisation_words(found)), soft_wrap=False)
+    width = min(console.width, WIDTH)
+    console.print(shares_picture(found.shares, width), soft_wrap=True)
+    console.print(Text(wrapped(utilisation_words(found), width, "  ", "  ")), soft_wrap=True)
     console.print()
     title = TITLES[found.bottleneck]
     share = found.shares[found.bottleneck]
     console.print(Text.assemble(("bottleneck: ", "bold"), (f"{title} ({share:.0%})", "yellow")))
     if found.trial is not None:
-        console.print(Text("  " + trial_words(found)))
+        console.print(Text(wrapped(trial_words(found), width)), soft_wrap=True)
     for note in found.notes:
-        console.print(Text("  " + note, style="dim"))
+        console.print(Text(wrapped(note, width), style="dim"), soft_wrap=True)
     gain = "" if found.gain <= 1.005 else f"{found.gain:.2f} times as fast: "
-    console.print(Text.assemble(("  fix: ", "bold"), gain + found.fix))
+    fix = Text(wrapped(gain + found.fix, width, "  fix: ", " " * 7))
+    fix.stylize("bold", 2, 6)
+    console.print(fix, soft_wrap=True)
 
 
-def shares_picture(shares: Mapping[str, float]) -> Text:
+def shares_picture(shares: Mapping[str, float], width: int = WIDTH) -> Text:
     """A bar for every class that takes half a percent or more; the largest first."""
+    beside = BAR + 8  # where the words begin
     text = Text()
     for name, share in sorted(shares.items(), key=lambda one: -one[1]):
         if share >= 0.005:
             text.append(f"  {share:4.0%} ")
             text.append("━" * round(BAR * share), style="cyan")
-            text.append(" " * (BAR - round(BAR * share)) + f" {TITLES[name]}\n")
+            text.append(" " * (BAR - round(BAR * share) + 1))
+            words = textwrap.wrap(TITLES[name], max(width - beside, 16))
+            text.append(("\n" + " " * beside).join(words) + "\n")
     text.rstrip()
     return text
 

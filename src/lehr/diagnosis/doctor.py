@@ -173,7 +173,7 @@ def diagnose(curve: Curve, context: Context | None = None, stage: str = "") -> D
     points = len(curve.points("loss")[1])
     if points < ENOUGH_POINTS and not findings:
         seen = "one point of the loss is" if points == 1 else f"{points} points of the loss are"
-        notes.append(f"{seen} too few to say more")
+        notes.append(f"{seen} too few to say more: at least {ENOUGH_POINTS} are needed")
     if points >= ENOUGH_POINTS and of_pairs(look) and not PAIRS & set(curve.columns):
         notes.append(
             "the loss begins at ln 2, as one of pairs (DPO) does: with the rewards or "

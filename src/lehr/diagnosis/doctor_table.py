@@ -49,8 +49,8 @@ TABLE: dict[str, Entry] = {
         ),
         "the batch of that step on fresh weights: not finite again means data; else go on from the "
         "checkpoint before in fp32: finite means precision, not finite means the rate",
-        "name the batch (metrics.jsonl has its rows under `origins`) and repair it; or lower the "
-        "rate and clip",
+        "find the rows of that batch and repair them (a run of lehr: `origins` of its line in "
+        "metrics.jsonl); or lower the rate and clip",
         {"learning_rate": 0.3, "clip": 1.0},
         probe="fp32",
     ),
@@ -166,12 +166,13 @@ TABLE: dict[str, Entry] = {
         "bumps at a fixed distance in steps",
         (
             "a source or shard that comes round every so many steps",
+            "the last batch of every epoch: short, or always the same rows",
             "an evaluation, a checkpoint or a swap of averaged weights that leaves a trace",
             "one data worker of several gives other rows",
             "the distance is an epoch: its rows come in the same order each time",
         ),
-        "compare the distance with the intervals of evaluation, checkpoint and shard; a single "
-        "worker with another shard length moves it",
+        "compare the distance with the steps of an epoch and the intervals of evaluation, "
+        "checkpoint and shard; a single worker with another shard length moves it",
         "mix the sources within an update; restore the mode and the weights after an evaluation",
         also=("epoch_sawtooth",),
     ),
