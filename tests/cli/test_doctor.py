@@ -50,6 +50,21 @@ def test_prose_names_causes_test_and_fix(capsys, tmp_path):
     assert "not finite at a later step" in out and "test:" in out and "fix:" in out
 
 
+def test_what_the_file_does_not_have_is_said_of_a_healthy_curve(capsys, tmp_path):
+    falling = [3 * 0.99**i for i in range(60)]
+    path = tmp_path / "curve.txt"
+    path.write_text(" ".join(map(str, falling)))
+    _, out, _ = call(capsys, "doctor", path)
+    flat = " ".join(out.split())
+    assert "nothing suspicious in 60 points of the loss" in flat
+    assert "without a held-out loss, the gradient norm and the learning rate" in flat
+    path = tmp_path / "curve.csv"
+    rows = [f"{i},{v},{v + 0.1},1.0,1e-3" for i, v in enumerate(falling, 1)]
+    path.write_text("\n".join(["step,loss,eval_loss,grad_norm,lr", *rows]))
+    _, out, _ = call(capsys, "doctor", path)
+    assert "nothing suspicious" in out and "without" not in out
+
+
 def test_further_lines_stand_below_the_first_word(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     path = tmp_path / "curve.txt"

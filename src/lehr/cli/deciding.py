@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from lehr.cli.saying import WIDTH
+from lehr.cli.saying import WIDTH, wrapped
 from lehr.cli.verbs import say_json, terminal
 from lehr.diagnosis.decisive import CONFIRMS, WITHDRAWS, Answer
 from lehr.errors import GateRefused
@@ -33,7 +33,7 @@ def run_tests_verb(target: Path, stage: str, *, as_json: bool) -> int:
 def print_report(console: Console, report: Report) -> None:
     """Finding by finding, or stage by stage."""
     for note in report.notes:
-        console.print(Text(f"  {note}"))
+        console.print(Text(wrapped(note)), soft_wrap=True)
     for one in report.decided:
         _print_decided(console, one)
 

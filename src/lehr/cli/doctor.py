@@ -45,6 +45,10 @@ def print_diagnosis(console: Console, found: Diagnosis) -> None:
         _print_finding(console, finding)
     if found.healthy and found.points >= ENOUGH_POINTS:
         console.print(f"[green]nothing suspicious[/] in {found.points:,} points of the loss")
+        if found.missing:
+            unseen = " and ".join(filter(None, (", ".join(found.missing[:-1]), found.missing[-1])))
+            said = f"without {unseen} many faults look healthy: see `lehr explain doctor`"
+            _say(console, "  ", said, style="dim")
 
 
 def _print_finding(console: Console, finding: Finding) -> None:

@@ -107,16 +107,24 @@ class Finding:
         }
 
 
+# What tells more than the loss, by column: `docs/doctor.md` has how many faults stay unseen without.
+TELLING = {
+    "evaluation.loss": "a held-out loss",
+    "grad_norm": "the gradient norm",
+    "learning_rate": "the learning rate",
+}
 ENOUGH_POINTS = 12  # below that nothing found is no sign of health
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Findings, the likeliest root first; `notes`: what the curve's file made necessary."""
+    """Findings, the likeliest root first; `notes`: what the curve's file made necessary;
+    `missing`: what the file does not have, in words, though it would tell more."""
 
     findings: tuple[Finding, ...]
     notes: tuple[str, ...] = ()
     points: int = 0
+    missing: tuple[str, ...] = ()
 
     @property
     def healthy(self) -> bool:
@@ -179,7 +187,8 @@ def diagnose(curve: Curve, context: Context | None = None, stage: str = "") -> D
             "the loss begins at ln 2, as one of pairs (DPO) does: with the rewards or "
             "log-probabilities of chosen and rejected answers more can be said"
         )
-    return Diagnosis(findings, tuple(notes), points)
+    missing = tuple(words for name, words in TELLING.items() if not len(curve.points(name)[1]))
+    return Diagnosis(findings, tuple(notes), points, missing)
 
 
 def ranked(look: Look) -> list[Sign]:

@@ -135,7 +135,11 @@ def _of_run(folder: Path, stage: str, events: Events) -> Report:
     diagnosis = examine(folder)
     findings = [one for one in diagnosis.findings if not stage or stage in ("", one.stage)]
     if not findings:
-        return Report((), ("nothing suspicious in the run's curves: no test to run",))
+        said = (
+            "nothing suspicious in the run's curves: no test to run "
+            "(of a recipe instead of a run, all tests are performed)"
+        )
+        return Report((), (said,))
     decided: list[Decided] = []
     with at_rest(folder), tempfile.TemporaryDirectory() as name:
         aside = Path(name)

@@ -46,6 +46,7 @@ def examine(path: Path, loss: str | None = None, context: Context | None = None)
     findings: list[Finding] = []
     notes: list[str] = []
     points = 0
+    missing: dict[str, None] = {}  # as a set that keeps its order
     for place in places:
         stage = place.parent.name if len(places) > 1 or place.parent != path else ""
         try:
@@ -57,9 +58,10 @@ def examine(path: Path, loss: str | None = None, context: Context | None = None)
         findings += one.findings
         notes += [f"{stage}: {note}" if stage else note for note in one.notes]
         points += one.points
+        missing |= dict.fromkeys(one.missing)
     if len(notes) >= len(places) and not points and not findings:
         raise RecipeError([Problem(str(path), note) for note in notes])
-    return Diagnosis(tuple(findings), tuple(notes), points)
+    return Diagnosis(tuple(findings), tuple(notes), points, tuple(missing))
 
 
 def _own(path: Path) -> bool:
