@@ -107,7 +107,7 @@ class Finding:
         }
 
 
-# What tells more than the loss, by column: `docs/doctor.md` has how many faults stay unseen without.
+# Columns that tell more than the loss; docs/doctor.md: how many faults stay unseen without them.
 TELLING = {
     "evaluation.loss": "a held-out loss",
     "grad_norm": "the gradient norm",
