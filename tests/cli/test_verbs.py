@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.pipeline.small import lora_recipe, write_recipe, write_rows
+from tests.pipeline.small import lora_recipe, stage, weights_recipe, write_recipe, write_rows
 
 from lehr.cli.main import main
 
@@ -174,6 +174,14 @@ def test_plan_a_recipe(lehr, work):
     assert said.status == 0 and "learning rate, 6 updates" in said.out
     assert "can pass" in said.out and "strategy:" in said.out
     assert lehr("plan", work / "none.yaml").status == 2
+
+
+def test_plan_says_which_protection_random_weights_leave_unjudged(lehr, work):
+    chats = {"chats": {"path": "chats.jsonl", "holdout": 10}}
+    one = weights_recipe(data=chats, stages=[{"sft": stage("chats")}])
+    said = lehr("plan", write_recipe(work, one))
+    assert said.status == 0, said.err
+    assert "protect forgetting: not judged" in said.out
 
 
 def test_plan_numerics_shows_a_table(lehr, work):

@@ -247,6 +247,15 @@ def test_a_ledger_cannot_point_outside_the_run(tmp_path: Path) -> None:
     assert "SECRET" not in page_of(folder).text
 
 
+def test_a_first_stage_on_random_weights_had_nothing_to_lose(tmp_path: Path) -> None:
+    folder = write_sample_run(tmp_path / "run", stages=1, updates_share=0.02)
+    assert "began from random weights, which have nothing to lose" in page_of(folder).text
+    plan = json.loads((folder / "plan.json").read_text())
+    plan["model"]["name"] = "some-base"
+    (folder / "plan.json").write_text(json.dumps(plan))
+    assert "what was lost is not known" in page_of(folder).text
+
+
 def test_nothing_promoted(tmp_path: Path) -> None:
     folder = short_run(tmp_path)
     ledger = json.loads((folder / "ledger.json").read_text())

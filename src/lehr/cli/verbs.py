@@ -6,17 +6,18 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from lehr import signals
 from lehr.cli.arguments import Device
-from lehr.cli.saying import WIDTH
+from lehr.cli.saying import WIDTH, wrapped
 from lehr.cli.terminal import (
     Terminal,
     duration,
@@ -146,7 +147,8 @@ def plan_verb(
         say_json(found.as_json())
         return 0
     console = Console(highlight=False)
-    print_plan(console, found)
+    begins_random = recipe.model.startswith("tiny:")  # then its first stage has nothing to lose
+    print_plan(console, found, recipe.gates.protect if begins_random else None)
     if found.numerics is not None:
         from lehr.cli.numerics import print_numerics
 
@@ -154,8 +156,9 @@ def plan_verb(
     return 0
 
 
-def print_plan(console: Console, found: Any) -> None:
-    """Gates, memory, findings and where the strategy lies."""
+def print_plan(console: Console, found: Any, protect: Iterable[str] | None = None) -> None:
+    """Gates, memory, findings and where the strategy lies; and which of `protect` no stage is
+    held to."""
     from lehr.cli.pictures import range_picture, schedule_picture
 
     for stage in found.plan["stages"]:
@@ -176,6 +179,9 @@ def print_plan(console: Console, found: Any) -> None:
         sign = "[green]can pass[/]" if gate["can_pass"] else "[red]cannot pass[/]"
         note = f"; {gate['note']}" if gate["note"] else ""
         console.print(f"  {gate['kind']} {gate['name']}: {sign}{note}")
+    if protect and all(gate["kind"] != "protect" for gate in found.plan["gates"]):
+        said = f"protect {', '.join(protect)}: not judged, random weights have nothing to lose"
+        console.print(Text(wrapped(said)), soft_wrap=True)
     tested = found.checks.get("learning_rate")
     if tested is not None:
         console.print(f"\n[bold]{tested['stage']}[/] change of the loss in a range test")

@@ -174,7 +174,7 @@ def unknowns(run: RunFiles) -> list[str]:
         if finest:
             found.append(f"Changes too small to be seen with these items: {finest}.")
     else:
-        found.append("No protected measure was gated: what was lost is not known.")
+        found.append(f"No protected measure was gated: {_why_not_gated(run)}.")
     return found
 
 
@@ -257,3 +257,11 @@ def _facts(run: RunFiles) -> list[Fact]:
     if number(model.get("parameters")):
         facts.append(Fact(count(model["parameters"]), "parameters"))
     return facts
+
+
+def _why_not_gated(run: RunFiles) -> str:
+    """A first stage on random weights has no parent that could lose anything."""
+    name = text(mapping(run.plan.get("model")).get("name"))
+    if name.startswith("tiny:") and run.shown is run.stages[0]:
+        return "this stage began from random weights, which have nothing to lose"
+    return "what was lost is not known"
