@@ -64,6 +64,7 @@ def test_a_pipe_gets_ten_lines_a_stage():
         ([3 - n / 20 for n in range(20)], "falling"),
         ([2 + n / 20 for n in range(20)], "watch"),
         ([2.0 + (n % 2) / 10 for n in range(20)], "level"),
+        ([5.7, *(90.0 - n for n in range(19))], "watch: loss 76.50, at first 5.70"),
     ],
 )
 def test_one_line_says_how_it_goes(losses, word):
@@ -72,6 +73,13 @@ def test_one_line_says_how_it_goes(losses, word):
         row = {"update": update, "loss": loss, "tokens": 10, "seconds": 0.1, "skipped": False}
         events.append(Event("update", data=row))
     assert word in drawn(events)[-1]
+
+
+def test_a_long_finding_is_indented_and_its_path_stays_whole():
+    path = "/data/" + "x" * 70 + "/chats.jsonl:6"
+    text = f"chats: 155 rows saying exactly what another row says (first: {path})"
+    lines = drawn([Event("finding", text, data={})])
+    assert lines[0].startswith("  chats: 155 rows") and lines[-1] == f"    {path})"
 
 
 def test_text_of_the_user_is_no_markup():

@@ -20,10 +20,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from lehr.cli.saying import WIDTH
+from lehr.cli.saying import WIDTH, wrapped
 from lehr.pipeline.events import Event
 from lehr.report.wording import gate_sentence
 
+FAR_ABOVE_START = 2.0  # times the first loss: no batch is so much harder on the same weights
 SHORTEST_BAR = 6  # a shorter one shows nothing
 VERDICT_STYLE = {"passed": "green", "refused": "red", "undetermined": "yellow"}
 VERDICT_SIGN = {"passed": "✓", "refused": "✗", "undetermined": "?"}
@@ -71,6 +72,7 @@ class Terminal:
         self.console.width = width or max(40, min(found, 100))
         self.live: Live | None = None
         self.losses: deque[float] = deque(maxlen=40)
+        self.first_loss: float | None = None  # of the stage; a resumed one does not know it
         self.rates: deque[tuple[float, float]] = deque(maxlen=20)
         self.waits: deque[float] = deque(maxlen=20)  # for data, of the same updates
         self.limit = 0.0  # tokens a second, by the measured rate of products
@@ -102,10 +104,14 @@ class Terminal:
         if draw is not None:
             draw(event)
         elif event.text:
-            self.console.print(Text("  " + event.text, style="dim"))
+            self._say(event.text, "dim")
 
     def close(self) -> None:
         self._stop_live()
+
+    def _say(self, text: str, style: str) -> None:
+        """A sentence whose further lines are indented; a path is never broken."""
+        self.console.print(Text(wrapped(text, self.console.width), style=style), soft_wrap=True)
 
     # -- beginning ------------------------------------------------------------
 
@@ -154,7 +160,7 @@ class Terminal:
         self.console.print()
         self.console.print(table)
         for reason in reasons:
-            self.console.print(Text("  " + reason, style="yellow"))
+            self._say(reason, "yellow")
 
     def _mask(self, event: Event) -> None:
         data = event.data
@@ -167,7 +173,7 @@ class Terminal:
         self.console.print(f"supervised tokens {data['supervised_share']:.0%} · {every}")
 
     def _warning(self, event: Event) -> None:
-        self.console.print(Text("  " + event.text, style="yellow"))
+        self._say(event.text, "yellow")
 
     def _doctor(self, event: Event) -> None:
         self.suspected = event.data["finding"]["title"]
@@ -177,6 +183,7 @@ class Terminal:
 
     def _stage_started(self, event: Event) -> None:
         self.losses.clear()
+        self.first_loss = None
         self.rates.clear()
         self.waits.clear()
         self.limit = float(event.data.get("limit") or 0.0)
@@ -190,6 +197,8 @@ class Terminal:
         row = event.data
         if row.get("loss") is not None:
             self.losses.append(row["loss"])
+            if row["update"] == 1:
+                self.first_loss = row["loss"]
         self.rates.append((row["tokens"], row["seconds"]))
         if "spans" in row:
             self.waits.append(row["spans"].get("data", 0.0))
@@ -237,13 +246,15 @@ class Terminal:
         values = list(self.losses)
         before, after = sum(values[:half]) / half, sum(values[half:]) / (len(values) - half)
         spread = max(1e-9, max(values) - min(values))
+        if self.first_loss is not None and after > FAR_ABOVE_START * self.first_loss > 0:
+            return f"watch: loss {after:.2f}, at first {self.first_loss:.2f}", "yellow"
         if after > before + 0.5 * spread:
             return f"watch: loss {after:.2f} rising", "yellow"
         word = "falling" if after < before - 0.05 * spread else "level"
         return f"healthy: loss {after:.2f} {word}", "green"
 
     def _showcase(self, event: Event) -> None:
-        self.console.print(Text("  " + event.text, style="dim"))
+        self._say(event.text, "dim")
         room = self.console.width - 4
         for prompt in event.data["prompts"]:
             question = one_line(prompt["prompt"], room // 2 - 2)
@@ -261,7 +272,7 @@ class Terminal:
 
     def _verdict(self, event: Event) -> None:
         style = "bold green" if event.data["promoted"] else "bold red"
-        self.console.print(Text("  " + event.text, style=style))
+        self._say(event.text, style)
 
     def _finished(self, event: Event) -> None:
         data = event.data
